@@ -1,0 +1,155 @@
+"""The Exporter for Megatron-core: local parameters as boxes of canonical tensors, over live memory.
+
+First stop of the trainer side (exporter -> plan -> snapshot -> encode -> gather -> publish). megatron_leaves.py reads
+the chunks, names.py says what the leaves are called in a checkpoint, megatron_rows.py takes fused rows apart and
+megatron_plan.py puts them together, once; this module is the live object. Nothing is copied and no weights cross ranks:
+global shapes and offsets come from Megatron's own ``sharded_state_dict()``. The device is the parameters' own. Must not
+import receiver.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megasync.adapters.megatron_leaves import unwrap
+from megasync.adapters.megatron_plan import Anchorage, ExportPlan, plan_export
+from megasync.adapters.names import NameTable
+from megasync.errors import PlanError
+from megasync.trainer.exporter import Exporter, Piece
+from megasync.types import TensorSpec
+
+_log = logging.getLogger(__name__)
+
+KEYS_METADATA: Mapping[str, Any] = {"non_homogeneous_layers": True}
+"""What the adapter asks ``sharded_state_dict`` for: one key a layer. Other spellings are understood too."""
+
+
+class MegatronExporter(Exporter):
+    """Exports the model chunks of one Megatron rank.
+
+    Works for any mix of tensor, sequence, pipeline (virtual too), context, data and expert parallelism, with or without
+    the distributed optimizer, on any device. Refused by name: FSDP and GTP sharding, quantised parameter storage, fused
+    layouts that no table describes, parameters that no table maps.
+
+    Args:
+        chunks: Model chunks of this rank in virtual stage order, as trained (wrapped or not).
+        names: Naming table of the checkpoint (names_hf.py has those of model families).
+        vocab_size: Vocabulary rows of the checkpoint; Megatron pads its own. Needed where the table cuts padding off.
+        metadata: For ``sharded_state_dict``, where ``KEYS_METADATA`` does not suit a model. Equal on every rank.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        names: NameTable,
+        *,
+        vocab_size: int | None = None,
+        metadata: Mapping[str, Any] = KEYS_METADATA,
+    ) -> None:
+        if not chunks:
+            raise ValueError("no model chunks to export")
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"vocab_size must be positive, not {vocab_size}")
+        self._chunks = list(chunks)
+        self._models = [unwrap(c) for c in self._chunks]
+        self._names = names
+        self._vocab_size = vocab_size
+        self._metadata = metadata
+        self._plan: ExportPlan | None = None
+
+    def specs(self) -> list[TensorSpec]:
+        """Specs of every tensor this rank holds a part of, in name order.
+
+        Returns:
+            One spec a canonical tensor, with global shape, layer, cut axis and aliases (tied and MTP copies).
+
+        Raises:
+            PlanError: Listing everything that cannot be exported: parameters that no rule maps or no leaf covers,
+                copies, unsupported sharding and storage, an unknown vocabulary.
+        """
+        found = self._planned().specs
+        return [found[name] for name in sorted(found)]
+
+    def pieces(self) -> list[Piece]:
+        """The local boxes, views of live memory, in chunk and leaf order.
+
+        Returns:
+            The pieces. Fused QKV gives one a query group and tensor; buffers (a router's expert bias) are volatile.
+
+        Raises:
+            PlanError: See ``specs``.
+        """
+        return list(self._planned().pieces)
+
+    def settle(self) -> float:
+        """Force the parameter all-gather that ``overlap_param_gather`` leaves to the next forward pass.
+
+        Without it a rank sees old values outside its own part of the distributed optimizer, and parameters of modules
+        that the forward pass does not use stay old. The next forward pass then gathers nothing again.
+
+        *Collective*: over the data parallel groups; every rank must call it at the same step end.
+        *Stream*: the current one; on return the gathers have finished.
+
+        Returns:
+            Seconds that it took; 0 when no chunk overlaps the gather.
+        """
+        late = [c for c in self._chunks if getattr(getattr(c, "ddp_config", None), "overlap_param_gather", False)]
+        if not late:
+            return 0.0
+        start = time.perf_counter()
+        for chunk in late:
+            chunk.start_param_sync(force_sync=True)
+        for device in {p.device for m in self._models for p in m.parameters() if p.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        took = time.perf_counter() - start
+        _log.debug("forced the parameter gather of %d model chunks in %.3f s", len(late), took)
+        return took
+
+    def num_open_gathers(self, chunk: int) -> int:
+        """Bucket groups of a chunk whose parameter gather since the last step has not finished.
+
+        Args:
+            chunk: Index of the chunk.
+
+        Returns:
+            0 when the chunk's parameters are current.
+        """
+        ddp = self._chunks[chunk]
+        if not getattr(getattr(ddp, "ddp_config", None), "overlap_param_gather", False):
+            return 0
+        groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+        return sum(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups)
+
+    def check_alive(self) -> None:
+        """Check that the parameters still are where the pieces look.
+
+        Raises:
+            PlanError: Naming the tensors that moved or went; make a new exporter and plan.
+        """
+        now = {
+            (i, name): tensor
+            for i, model in enumerate(self._models)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        }
+        moved: list[str] = []
+        for was in self._planned().anchorages:
+            tensor = now.get((was.chunk, was.name))
+            if tensor is None:
+                moved.append(f"{was.name} of chunk {was.chunk} (gone)")
+            elif Anchorage.of(was.chunk, was.name, tensor) != was:
+                moved.append(f"{was.name} of chunk {was.chunk} (new memory, shape or dtype)")
+        if moved:
+            raise PlanError(
+                f"{len(moved)} live tensors moved since the export was planned: {', '.join(moved)}; "
+                "make a new exporter and plan again"
+            )
+
+    def _planned(self) -> ExportPlan:
+        if self._plan is None:
+            self._plan = plan_export(self._chunks, self._models, self._names, self._vocab_size, self._metadata)
+        return self._plan

@@ -1,0 +1,214 @@
+"""Plans the export of Megatron chunks: every leaf to boxes of canonical tensors, every complaint in one error.
+
+Runs once, at plan time, between megatron_leaves.py (what a chunk holds) and megatron.py (the Exporter). Pure but for
+reading the modules: no copies, no communication. Must not import receiver or Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megasync.adapters.megatron_leaves import ChunkMemory, Leaf, Owner, read_leaves, unsupported
+from megasync.adapters.megatron_rows import split_rows
+from megasync.adapters.names import NameTable, Target, take_apart
+from megasync.errors import PlanError
+from megasync.trainer.exporter import Piece
+from megasync.types import Box, TensorSpec
+
+_DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Anchorage:
+    """Where a live tensor was when the views over it were made.
+
+    Attributes:
+        chunk: Index of its chunk.
+        name: Its name in the chunk.
+        address: First byte.
+        shape: Extents.
+        stride: Strides, in elements.
+        dtype: Its torch dtype.
+    """
+
+    chunk: int
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(chunk: int, name: str, tensor: torch.Tensor) -> Anchorage:
+        """Where a tensor is now."""
+        return Anchorage(chunk, name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """What a rank exports.
+
+    Attributes:
+        specs: Canonical tensors by name.
+        pieces: Views of live memory, in chunk and leaf order.
+        anchorages: The live tensors under them.
+    """
+
+    specs: dict[str, TensorSpec]
+    pieces: list[Piece]
+    anchorages: list[Anchorage]
+
+
+def plan_export(
+    chunks: Sequence[Any],
+    models: Sequence[Any],
+    names: NameTable,
+    vocab_size: int | None,
+    metadata: Mapping[str, Any],
+) -> ExportPlan:
+    """Map every leaf of all chunks.
+
+    Args:
+        chunks: Model chunks, wrapped.
+        models: The same chunks, unwrapped.
+        names: Naming table.
+        vocab_size: Vocabulary rows of the checkpoint, None when unknown.
+        metadata: For ``sharded_state_dict``.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: Listing everything that cannot be exported.
+    """
+    return _Planning(names, vocab_size).run(chunks, models, metadata)
+
+
+class _Planning:
+    """Maps all leaves once and collects every complaint, so that one error names them all."""
+
+    def __init__(self, names: NameTable, vocab_size: int | None) -> None:
+        self.names = names
+        self.vocab_size = vocab_size
+        self.specs: dict[str, TensorSpec] = {}
+        self.pieces: dict[tuple[str, Box], Piece] = {}
+        self.anchorages: dict[tuple[int, str], Anchorage] = {}
+        self.unmapped: list[str] = []
+        self.refused: list[str] = []
+
+    def run(self, chunks: Sequence[Any], models: Sequence[Any], metadata: Mapping[str, Any]) -> ExportPlan:
+        for number, (chunk, model) in enumerate(zip(chunks, models, strict=True)):
+            problems = unsupported(chunk, model)
+            self.refused += [p for p in problems if p not in self.refused]
+            if not problems:
+                self._chunk(number, model, metadata)
+        complaints: list[str] = []
+        if self.unmapped:
+            complaints.append(
+                f"{len(self.unmapped)} leaves that table {self.names.name!r} does not map (add rules with "
+                f"NameTable.extended, or a rule without names to leave one out): {', '.join(self.unmapped)}"
+            )
+        if self.refused:
+            complaints.append(f"{len(self.refused)} things that cannot be exported: {'; '.join(self.refused)}")
+        if complaints:
+            raise PlanError("the Megatron export cannot be planned: " + "; ".join(complaints))
+        return ExportPlan(self.specs, list(self.pieces.values()), list(self.anchorages.values()))
+
+    def _chunk(self, number: int, model: Any, metadata: Mapping[str, Any]) -> None:
+        memory = ChunkMemory(model)
+        leaves, refused = read_leaves(model, metadata)
+        self.refused += list(dict.fromkeys([*memory.refused, *refused]))
+        config = model.config
+        aliases = self.names.aliases(
+            config.num_layers,
+            getattr(config, "mtp_num_layers", None) or 0,
+            bool(getattr(model, "share_embeddings_and_output_weights", False)),
+        )
+        for leaf in leaves:
+            key = take_apart(leaf.key, leaf.axes)
+            target = None if key is None else self.names.find(key, config.num_layers)
+            if target is None:
+                self.unmapped.append(leaf.key if leaf.key == leaf.name else f"{leaf.key} (here {leaf.name})")
+            if not leaf.data.numel():
+                continue
+            owner = memory.claim(leaf.data)
+            if owner is None:
+                self.refused.append(f"{leaf.name}: its leaf is a copy, not the memory of a parameter or buffer")
+            elif target is not None and target.names:
+                self._leaf(number, leaf, owner, target, config, aliases)
+        self.refused += [f"{name}: bytes that no leaf covers" for name in memory.uncovered()]
+
+    def _leaf(
+        self,
+        chunk: int,
+        leaf: Leaf,
+        owner: Owner,
+        target: Target,
+        config: Any,
+        aliases: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        dtype = _DTYPES.get(leaf.data.dtype)
+        is_norm = leaf.key.endswith(("layer_norm_weight", "layernorm.weight", "norm.weight"))
+        if dtype is None:
+            self.refused.append(f"{leaf.name}: dtype {leaf.data.dtype} has no checkpoint form")
+            return
+        if is_norm and getattr(config, "layernorm_zero_centered_gamma", False) and not self.names.zero_centered_norms:
+            self.refused.append(
+                f"{leaf.name}: holds the norm weight minus one, which table {self.names.name!r} does not"
+            )
+            return
+        # A scalar has one row, like a vector of one.
+        start, shape = leaf.start or (0,), leaf.shape or (1,)
+        if target.rows == "latent":
+            start, shape = _latent(leaf, start, shape, config)
+        try:
+            split = split_rows(target.rows, shape[0], len(target.names), config, self.vocab_size)
+        except ValueError as e:
+            self.refused.append(f"{leaf.name}: {e}")
+            return
+        self.anchorages[chunk, owner.name] = Anchorage.of(chunk, owner.name, owner.tensor)
+        for span in split.spans(start[0], leaf.data.shape[0] if leaf.data.dim() else 1):
+            name = target.names[span.part]
+            extents = (split.totals[span.part], *shape[1:]) if leaf.shape else ()
+            spec = TensorSpec(name, dtype, extents, target.layer, target.cut, aliases=aliases.get(name, ()))
+            if self.specs.setdefault(name, spec) != spec:
+                self.refused.append(f"{leaf.name}: {name} is {spec} here, but {self.specs[name]} in another leaf")
+                continue
+            view = leaf.data.narrow(0, span.local, span.count) if leaf.shape else leaf.data
+            box = Box((span.start, *start[1:]) if leaf.shape else (), tuple(view.shape))
+            piece = Piece(name, box, view, volatile=not owner.is_parameter, chunk=chunk)
+            first = self.pieces.setdefault((name, box), piece)
+            if first.data.data_ptr() != view.data_ptr():
+                self.refused.append(f"{leaf.name}: this rank holds {name} {box} twice, in different memory")
+
+
+def _latent(
+    leaf: Leaf, start: tuple[int, ...], shape: tuple[int, ...], config: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Place of an MLA down projection.
+
+    Megatron 0.19 splits a fused one into leaves that claim a tensor-parallel shard each, although every rank holds all
+    rows when the layer is duplicated; its own loader then repeats the rows. The configuration tells how many there are.
+    """
+    is_query = "linear_q_down_proj" in leaf.key
+    rows = config.q_lora_rank if is_query else config.kv_lora_rank + config.qk_pos_emb_head_dim
+    if shape[0] != rows and leaf.data.shape[0] == rows:
+        return (0, *start[1:]), (rows, *shape[1:])
+    return start, shape

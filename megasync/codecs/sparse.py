@@ -1,0 +1,172 @@
+"""The ``sparse`` codec: (gap, value) pairs in byte planes; the default and the reason the pause is short.
+
+A tile is walked row-major and cut in segments of 65,536 words. A frame's planes are: counts (u32 a segment), gap low
+bytes, gap high bytes, value planes 0..w-1, dense planes 0..w-1. A segment is dense exactly when
+``count * (2 + w) >= words * w``: then it has no gaps and values but its mask. See FORMAT.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megasync.codecs.base import Codec, EncodedFrame, FrameShape
+from megasync.codecs.planes import pack, split_planes, unpack
+from megasync.errors import FormatError
+from megasync.types import SEGMENT_WORDS, WORD_DTYPES, Entries
+
+_SHIFT = SEGMENT_WORDS.bit_length() - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The segments of some tiles, in order.
+
+    Attributes:
+        first: int64 ``[T]``, number of each tile's first segment.
+        words: int64 ``[S]``, words of each segment.
+        base: int64 ``[S]``, first word of each segment in its tile.
+    """
+
+    first: np.ndarray
+    words: np.ndarray
+    base: np.ndarray
+
+    @classmethod
+    def of(cls, tile_words: np.ndarray) -> Segments:
+        """Cut tiles of the given words (u32 ``[T]``)."""
+        words = tile_words.astype(np.int64)
+        num = (words + SEGMENT_WORDS - 1) >> _SHIFT
+        first = np.cumsum(num) - num
+        base = (np.arange(int(num.sum())) - np.repeat(first, num)) << _SHIFT
+        return cls(first, np.minimum(np.repeat(words, num) - base, SEGMENT_WORDS), base)
+
+    def dense(self, counts: np.ndarray, word_nbytes: int) -> np.ndarray:
+        """Which segments are dense, bool ``[S]``, given their counts."""
+        return counts * (2 + word_nbytes) >= self.words * word_nbytes
+
+
+class SparseCodec(Codec):
+    """See the module docstring."""
+
+    id = 1
+    name = "sparse"
+
+    def encode(self, entries: Entries) -> EncodedFrame:
+        """See ``Codec.encode``; one vectorised pass over the entries."""
+        w = entries.word_nbytes
+        segments = Segments.of(entries.tile_words)
+        position = entries.positions.astype(np.int64)
+        segment = np.repeat(segments.first, entries.counts) + (position >> _SHIFT)
+        counts = np.bincount(segment, minlength=len(segments.words))
+        dense = segments.dense(counts, w)
+        inside = (position & (SEGMENT_WORDS - 1)).astype(np.int32)
+        values, dense_planes = entries.values, np.empty((w, 0), dtype=np.uint8)
+        if dense.any():
+            chosen = dense[segment]
+            words = np.where(dense, segments.words, 0)
+            mask = np.zeros(int(words.sum()), dtype=WORD_DTYPES[w])
+            mask[(np.cumsum(words) - words)[segment[chosen]] + inside[chosen]] = values[chosen]
+            dense_planes = mask.view(np.uint8).reshape(-1, w).T
+            segment, inside, values = segment[~chosen], inside[~chosen], values[~chosen]
+        gap = inside.copy()
+        follows = segment[1:] == segment[:-1]
+        gap[1:] -= np.where(follows, inside[:-1] + 1, 0)
+        gap_bytes = gap.astype("<u2").view(np.uint8).reshape(-1, 2)
+        value_bytes = np.ascontiguousarray(values, dtype=WORD_DTYPES[w]).view(np.uint8).reshape(-1, w)
+        planes = [counts.astype("<u4"), gap_bytes[:, 0], gap_bytes[:, 1]]
+        planes += [value_bytes[:, k] for k in range(w)] + [dense_planes[k] for k in range(w)]
+        return EncodedFrame(self.id, tuple(pack(np.ascontiguousarray(p)) for p in planes))
+
+    def decode(self, shape: FrameShape, stored: memoryview, plane_nbytes: Sequence[int]) -> Entries:
+        """See ``Codec.decode``."""
+        w = shape.word_nbytes
+        planes = split_planes(stored, tuple(plane_nbytes), 3 + 2 * w)
+        segments = Segments.of(shape.tile_words)
+        counts = np.frombuffer(unpack(planes[0], 4 * len(segments.words), "counts plane"), "<u4").astype(np.int64)
+        tile_counts = _check_counts(shape, segments, counts)
+        dense = segments.dense(counts, w)
+        num = np.where(dense, 0, counts)
+        n = int(num.sum())
+        low = np.frombuffer(unpack(planes[1], n, "low gap plane"), np.uint8)
+        high = np.frombuffer(unpack(planes[2], n, "high gap plane"), np.uint8)
+        position = _positions(low, high, num, segments)
+        values = _join([unpack(planes[3 + k], n, f"value plane {k}") for k in range(w)], w)
+        if n and not values.all():
+            raise FormatError(f"sparse frame: {n - np.count_nonzero(values)} values are 0; a value is never 0")
+        if dense.any():
+            words = np.where(dense, segments.words, 0)
+            total = int(words.sum())
+            mask = _join([unpack(planes[3 + w + k], total, f"dense plane {k}") for k in range(w)], w)
+            position, values = _merge_dense(segments, counts, dense, position, values, mask)
+        elif any(plane_nbytes[3 + w :]):
+            raise FormatError("sparse frame: bytes in dense planes, but no segment is dense")
+        return Entries(
+            w, shape.tensor_ids, shape.tiles, shape.tile_words, tile_counts, position.astype(np.uint32), values
+        )
+
+
+def _check_counts(shape: FrameShape, segments: Segments, counts: np.ndarray) -> np.ndarray:
+    """Counts per tile (u32) after every check that counts alone allow."""
+    if (counts > segments.words).any():
+        at = int(np.argmax(counts > segments.words))
+        raise FormatError(f"sparse frame: segment {at} counts {counts[at]} changed words of {segments.words[at]}")
+    tile_counts = np.add.reduceat(counts, segments.first) if len(counts) else counts
+    if int(counts.sum()) != shape.num_changed:
+        raise FormatError(f"sparse frame: counts add up to {int(counts.sum())}, the record says {shape.num_changed}")
+    if (tile_counts == 0).any():
+        raise FormatError(f"sparse frame: tile {int(shape.tiles[int(np.argmin(tile_counts))])} is listed but unchanged")
+    return tile_counts.astype(np.uint32)
+
+
+def _positions(low: np.ndarray, high: np.ndarray, num: np.ndarray, segments: Segments) -> np.ndarray:
+    """Word index in the tile of each entry (int64), from the gap planes; ``num`` entries a segment."""
+    step = low.astype(np.int64) + (high.astype(np.int64) << 8) + 1
+    reached = np.cumsum(step)
+    stop = np.cumsum(num)
+    used = np.flatnonzero(num)
+    before = np.concatenate(([0], reached))[stop - num]  # reached at the end of the previous segment
+    last = reached[stop[used] - 1] - before[used] - 1
+    if (last >= segments.words[used]).any():
+        at = int(used[int(np.argmax(last >= segments.words[used]))])
+        raise FormatError(f"sparse frame: a position of segment {at} is past its {segments.words[at]} words")
+    return reached - 1 + np.repeat(segments.base - before, num)
+
+
+def _join(planes: list[memoryview], word_nbytes: int) -> np.ndarray:
+    """Words from their byte planes."""
+    if word_nbytes == 1:
+        return np.frombuffer(planes[0], np.uint8)
+    out = np.empty((len(planes[0]), word_nbytes), dtype=np.uint8)
+    for k, plane in enumerate(planes):
+        out[:, k] = np.frombuffer(plane, np.uint8)
+    return out.reshape(-1).view(WORD_DTYPES[word_nbytes])
+
+
+def _merge_dense(
+    segments: Segments,
+    counts: np.ndarray,
+    dense: np.ndarray,
+    position: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Entries of sparse and dense segments in one order."""
+    words = np.where(dense, segments.words, 0)
+    at = np.flatnonzero(mask)
+    owner = np.searchsorted(np.cumsum(words), at, side="right")
+    found = np.bincount(owner, minlength=len(counts))
+    if (found[dense] != counts[dense]).any():
+        bad = int(np.flatnonzero(dense & (found != counts))[0])
+        raise FormatError(
+            f"sparse frame: dense segment {bad} has {found[bad]} changed words, its count is {counts[bad]}"
+        )
+    is_dense = np.repeat(dense, counts)
+    all_positions = np.empty(len(is_dense), dtype=np.int64)
+    all_values = np.empty(len(is_dense), dtype=values.dtype)
+    all_positions[is_dense] = at - (np.cumsum(words) - words)[owner] + segments.base[owner]
+    all_values[is_dense] = mask[at]
+    all_positions[~is_dense], all_values[~is_dense] = position, values
+    return all_positions, all_values

@@ -1,0 +1,297 @@
+"""The frame table of a manifest: binary columns on the wire, numpy arrays in memory.
+
+A frame is one unit of codec work: consecutive tiles of one owner in one layer and one word size. Its record names no
+rank. Raw plane lengths follow from tiles and counts and are never stored. Must import nothing above schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from megasync.errors import FormatError
+from megasync.schema import Schema, runs_of_equal
+
+MAX_FRAMES = 1 << 24
+ANCHOR_CODEC = 8
+"""Codec id of full bytes; only there a frame may be all zero."""
+MAX_FRAME_NBYTES = 64 << 20
+"""Weights that a frame may carry unless one tile alone is larger."""
+
+_FRAME_COLUMNS = {
+    "payload": "<u4",
+    "offset": "<u8",
+    "codec": "u1",
+    "word_nbytes": "u1",
+    "num_changed": "<u4",
+    "layer": "<i4",
+    "num_planes": "u1",
+    "num_runs": "<u4",
+}
+_RUN_COLUMNS = {"tensor_id": "<u4", "first_tile": "<u4", "num_tiles": "<u4"}
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRecord:
+    """One frame, ready for the table (a payload's writer adds payload id and offset).
+
+    Attributes:
+        payload: Payload index in the manifest.
+        offset: Byte offset in the payload.
+        codec: Codec id.
+        word_nbytes: Word size of every tile of the frame.
+        layer: Layer of every tile of the frame.
+        num_changed: Changed words.
+        plane_nbytes: Stored length of each plane.
+        digest: Digest of the stored bytes.
+        tensor_ids: u32 ``[T]`` touched tiles, ascending by (tensor id, tile).
+        tiles: u32 ``[T]``.
+    """
+
+    payload: int
+    offset: int
+    codec: int
+    word_nbytes: int
+    layer: int
+    num_changed: int
+    plane_nbytes: tuple[int, ...]
+    digest: bytes
+    tensor_ids: np.ndarray
+    tiles: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return sum(self.plane_nbytes)
+
+
+class FrameColumns(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The table on the wire: each field is a packed little-endian column."""
+
+    payload: bytes
+    offset: bytes
+    codec: bytes
+    word_nbytes: bytes
+    num_changed: bytes
+    layer: bytes
+    num_planes: bytes
+    num_runs: bytes
+    plane_nbytes: bytes
+    digest: bytes
+    tensor_id: bytes
+    first_tile: bytes
+    num_tiles: bytes
+    bitmap: bytes
+
+
+@dataclass(frozen=True)
+class FrameTable:
+    """All frames of a publication.
+
+    Attributes:
+        columns: Frame columns by name, one numpy array each, ``[F]``.
+        plane_nbytes: u32, planes of all frames in order.
+        digests: uint8 ``[F, 16 or 32]``.
+        runs: Run columns by name, ``[R]``.
+        bitmap: uint8, each run's touched tiles, bit 0 first, padded to whole bytes.
+    """
+
+    columns: dict[str, np.ndarray]
+    plane_nbytes: np.ndarray
+    digests: np.ndarray
+    runs: dict[str, np.ndarray]
+    bitmap: np.ndarray
+    _memo: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.columns["codec"])
+
+    @cached_property
+    def touched(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Frame number, tensor id and tile number of every touched tile of every frame, in order."""
+        run_nbytes = (self.runs["num_tiles"].astype(np.int64) + 7) // 8
+        bits = np.flatnonzero(np.unpackbits(self.bitmap, bitorder="little"))
+        run_of_byte = np.repeat(np.arange(len(run_nbytes)), run_nbytes)
+        run = run_of_byte[bits >> 3]
+        first_bit = (np.cumsum(run_nbytes) - run_nbytes) * 8
+        tiles = self.runs["first_tile"].astype(np.int64)[run] + bits - first_bit[run]
+        frame = np.repeat(np.arange(len(self)), self.columns["num_runs"])[run]
+        return frame, self.runs["tensor_id"][run], tiles.astype(np.uint32)
+
+    @cached_property
+    def _tile_bounds(self) -> np.ndarray:
+        return np.searchsorted(self.touched[0], np.arange(len(self) + 1))
+
+    @cached_property
+    def _plane_bounds(self) -> np.ndarray:
+        return np.concatenate(([0], np.cumsum(self.columns["num_planes"], dtype=np.int64)))
+
+    @cached_property
+    def nbytes(self) -> np.ndarray:
+        """Stored bytes of each frame, int64 ``[F]``."""
+        total = np.concatenate(([0], np.cumsum(self.plane_nbytes, dtype=np.int64)))
+        return np.diff(total[self._plane_bounds])
+
+    def record(self, i: int) -> FrameRecord:
+        """Frame ``i``."""
+        a, b = self._tile_bounds[i], self._tile_bounds[i + 1]
+        planes = self.plane_nbytes[self._plane_bounds[i] : self._plane_bounds[i + 1]]
+        c = self.columns
+        return FrameRecord(
+            int(c["payload"][i]),
+            int(c["offset"][i]),
+            int(c["codec"][i]),
+            int(c["word_nbytes"][i]),
+            int(c["layer"][i]),
+            int(c["num_changed"][i]),
+            tuple(planes.tolist()),
+            self.digests[i].tobytes(),
+            self.touched[1][a:b],
+            self.touched[2][a:b],
+        )
+
+    def to_columns(self) -> FrameColumns:
+        """The wire form."""
+        frame = {k: self.columns[k].astype(t).tobytes() for k, t in _FRAME_COLUMNS.items()}
+        run = {k: self.runs[k].astype(t).tobytes() for k, t in _RUN_COLUMNS.items()}
+        return FrameColumns(
+            **frame,
+            **run,
+            plane_nbytes=self.plane_nbytes.astype("<u4").tobytes(),
+            digest=self.digests.tobytes(),
+            bitmap=self.bitmap.tobytes(),
+        )
+
+
+def make_table(records: Sequence[FrameRecord], digest_nbytes: int = 16) -> FrameTable:
+    """A table of records, in the order given."""
+    runs: dict[str, list[int]] = {k: [] for k in _RUN_COLUMNS}
+    bitmaps: list[np.ndarray] = []
+    num_runs: list[int] = []
+    for r in records:
+        spans = runs_of_equal(r.tensor_ids)
+        num_runs.append(len(spans))
+        for start, stop in spans:
+            tiles = r.tiles[start:stop].astype(np.int64)
+            bits = np.zeros(int(tiles[-1] - tiles[0]) + 1, dtype=np.uint8)
+            bits[tiles - tiles[0]] = 1
+            runs["tensor_id"].append(int(r.tensor_ids[start]))
+            runs["first_tile"].append(int(tiles[0]))
+            runs["num_tiles"].append(len(bits))
+            bitmaps.append(np.packbits(bits, bitorder="little"))
+    frame = {
+        "payload": [r.payload for r in records],
+        "offset": [r.offset for r in records],
+        "codec": [r.codec for r in records],
+        "word_nbytes": [r.word_nbytes for r in records],
+        "num_changed": [r.num_changed for r in records],
+        "layer": [r.layer for r in records],
+        "num_planes": [len(r.plane_nbytes) for r in records],
+        "num_runs": num_runs,
+    }
+    return FrameTable(
+        {k: np.array(frame[k], dtype=t) for k, t in _FRAME_COLUMNS.items()},
+        np.array([n for r in records for n in r.plane_nbytes], dtype="<u4"),
+        np.frombuffer(b"".join(r.digest for r in records), np.uint8).reshape(len(records), digest_nbytes),
+        {k: np.array(runs[k], dtype=t) for k, t in _RUN_COLUMNS.items()},
+        np.concatenate(bitmaps) if bitmaps else np.empty(0, np.uint8),
+    )
+
+
+def read_table(columns: FrameColumns, schema: Schema, payload_nbytes: Sequence[int], digest_nbytes: int) -> FrameTable:
+    """Check a table from the wire against schema and payload sizes.
+
+    Raises:
+        FormatError: On the first rule that is broken, with the frame concerned.
+    """
+
+    def column(name: str, dtype: str) -> np.ndarray:
+        data = getattr(columns, name)
+        if len(data) % np.dtype(dtype).itemsize:
+            raise FormatError(f"frame table column {name}: {len(data)} bytes are no whole number of {dtype}")
+        return np.frombuffer(data, dtype)
+
+    frame = {k: column(k, t) for k, t in _FRAME_COLUMNS.items()}
+    runs = {k: column(k, t) for k, t in _RUN_COLUMNS.items()}
+    planes, bitmap = column("plane_nbytes", "<u4"), column("bitmap", "u1")
+    num = len(frame["codec"])
+    _require(num <= MAX_FRAMES, f"{num} frames, at most {MAX_FRAMES}")
+    for k, v in frame.items():
+        _require(len(v) == num, f"column {k} has {len(v)} rows, codec has {num}")
+    for k, v in runs.items():
+        _require(
+            len(v) == len(runs["tensor_id"]), f"column {k} has {len(v)} rows, tensor_id has {len(runs['tensor_id'])}"
+        )
+    _require(
+        len(columns.digest) == num * digest_nbytes, f"digest column has {len(columns.digest)} bytes for {num} frames"
+    )
+    _require(int(frame["num_runs"].sum(dtype=np.int64)) == len(runs["tensor_id"]), "runs do not add up")
+    _require(int(frame["num_planes"].sum(dtype=np.int64)) == len(planes), "planes do not add up")
+    _require(bool((frame["num_runs"] > 0).all()), "a frame has no tiles")
+    _require(
+        bool(((frame["num_changed"] > 0) | (frame["codec"] == ANCHOR_CODEC)).all()),
+        "a frame has no changed words; unchanged frames are absent",
+    )
+    num_tiles = runs["num_tiles"].astype(np.int64)
+    _require(bool((num_tiles > 0).all()), "a run has no tiles")
+    _require(int(((num_tiles + 7) // 8).sum()) == len(bitmap), "bitmaps do not add up")
+    ids = runs["tensor_id"]
+    _require(
+        not len(ids) or int(ids.max()) < len(schema.tensors), f"tensor id past the {len(schema.tensors)} of the schema"
+    )
+    grid_tiles = np.array([g.num_tiles for g in schema.grids], dtype=np.int64)[ids]
+    beyond = runs["first_tile"].astype(np.int64) + num_tiles > grid_tiles
+    if beyond.any():
+        i = int(np.argmax(beyond))
+        raise FormatError(f"frame table: a run of {schema.tensors[int(ids[i])].name} passes its {grid_tiles[i]} tiles")
+    table = FrameTable(frame, planes, np.frombuffer(columns.digest, np.uint8).reshape(num, digest_nbytes), runs, bitmap)
+    _check_bitmaps(table)
+    _check_frames(table, schema, payload_nbytes)
+    return table
+
+
+def _require(good: bool, what: str) -> None:
+    if not good:
+        raise FormatError(f"frame table: {what}")
+
+
+def _check_bitmaps(table: FrameTable) -> None:
+    """First and last bit of each run are set, padding bits are not."""
+    num_tiles = table.runs["num_tiles"].astype(np.int64)
+    nbytes = (num_tiles + 7) // 8
+    stop = np.cumsum(nbytes)
+    if not len(stop):
+        return
+    _require(bool((table.bitmap[stop - nbytes] & 1).all()), "a run's bitmap does not start with a touched tile")
+    top = (num_tiles - 1) % 8
+    _require(bool((table.bitmap[stop - 1] >> top == 1).all()), "a run's bitmap does not end with a touched tile")
+
+
+def _check_frames(table: FrameTable, schema: Schema, payload_nbytes: Sequence[int]) -> None:
+    """Order, layer, word size, length and place of every frame."""
+    frame = np.repeat(np.arange(len(table)), table.columns["num_runs"])
+    ids = table.runs["tensor_id"]
+    same = frame[1:] == frame[:-1]
+    _require(not (same & (ids[1:] <= ids[:-1])).any(), "tensor ids of a frame do not ascend")
+    _require(bool((schema.layers[ids] == table.columns["layer"][frame]).all()), "a frame has a tensor of another layer")
+    _require(
+        bool((schema.word_nbytes[ids] == table.columns["word_nbytes"][frame]).all()),
+        "a frame has a tensor of another word size",
+    )
+    if any(schema.tensors[int(i)].frozen for i in np.unique(ids)):
+        raise FormatError("frame table: a frozen tensor is touched")
+    sizes = np.array(payload_nbytes, dtype=np.int64)
+    payload = table.columns["payload"].astype(np.int64)
+    _require(not len(payload) or int(payload.max()) < len(sizes), f"payload id past the {len(sizes)} of the manifest")
+    # Offsets are u64 on the wire: compare before adding, so that nothing wraps.
+    offset = table.columns["offset"]
+    inside = (offset <= sizes[payload].astype(np.uint64)) if len(payload) else np.ones(0, bool)
+    _require(bool(inside.all()), "a frame starts past the end of its payload")
+    _require(
+        bool((offset.astype(np.int64) + table.nbytes <= sizes[payload]).all()) if len(payload) else True,
+        "a frame passes the end of its payload",
+    )

@@ -1,0 +1,177 @@
+"""XORs changed words into live weights through the layout: the kernel inside the pause, and its touched-old check.
+
+The mask is never built: each changed word is evaluated through the remap and XORed where it lies, for all tensors of
+a word size in one launch. The check reads the same words without writing, and sums the digest of what is there. Comes
+after ``scatter_plan``; ``scatter_stream`` drives it from pinned memory. Must import nothing of megasync but ``types``
+and kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megasync.kernels import dispatch
+from megasync.kernels.planes import Planes
+from megasync.kernels.scatter_plan import ScatterLaunch, ScatterPlan
+from megasync.kernels.scatter_reference import scatter_reference
+
+SUMS_NONE, SUMS_CHANGE, SUMS_ALL = 0, 2, 4
+
+
+def new_lanes(plan: ScatterPlan) -> torch.Tensor:
+    """Zeroed digest sums for a plan: int64 ``[num_tensors, 4]`` on the records' device.
+
+    Columns: touched-old lane a and b, new minus old lane a and b, each modulo 2^64.
+    """
+    return torch.zeros((plan.records.num_tensors, 4), dtype=torch.int64, device=plan.records.device)
+
+
+def scatter_xor_(
+    plan: ScatterPlan, planes: Planes, lanes: torch.Tensor | None = None, *, touched_old: bool = False
+) -> None:
+    """XORs the changed words into the live storages.
+
+    Args:
+        plan: Tables and layout.
+        planes: Entries and dense planes of the plan's segments, on the storages' device (pinned memory: see
+            ``scatter_stream``).
+        lanes: int64 ``[num_tensors, 4]``, storages' device, contiguous: the sums of new minus old of the words that
+            each record marked for digests really had are added to columns 2 and 3. None sums nothing and is faster,
+            since then no atomic waits for its result.
+        touched_old: Add the old words' sums to columns 0 and 1 too.
+
+    Raises:
+        ValueError: When planes or lanes do not fit the plan.
+
+    *Stream*: the current stream; returns before the work is done. *Memory*: writes only the words that change;
+    applying the same planes again restores every byte.
+    """
+    _check(plan, planes, lanes)
+    sums = SUMS_NONE if lanes is None else (SUMS_ALL if touched_old else SUMS_CHANGE)
+    if not dispatch.uses_triton(plan.records.device):
+        scatter_reference(plan, planes, lanes, write=True, sums=sums)
+        return
+    for launch in plan.launches:
+        launch_scatter(launch, plan, planes, lanes, None, write=True, sums=sums)
+
+
+def touched_sums_(plan: ScatterPlan, planes: Planes, lanes: torch.Tensor, faults: torch.Tensor) -> None:
+    """Digests the live words at the touched positions without writing: the touched-old check.
+
+    Args:
+        plan: Tables and layout.
+        planes: As for `scatter_xor_`.
+        lanes: int64 ``[num_tensors, 4]``, storages' device, contiguous: all four columns are added to.
+        faults: int32 ``[1]``, storages' device: entries that break the format (position past the segment or tile,
+            value 0) are counted into it.
+
+    Raises:
+        ValueError: When planes or lanes do not fit the plan.
+
+    *Stream*: the current stream; returns before the work is done.
+    """
+    _check(plan, planes, lanes)
+    if faults.dtype is not torch.int32 or faults.numel() != 1 or faults.device != lanes.device:
+        raise ValueError(f"faults must be one int32 on {lanes.device}, got {faults.dtype} {tuple(faults.shape)}")
+    if not dispatch.uses_triton(plan.records.device):
+        faults += scatter_reference(plan, planes, lanes, write=False, sums=SUMS_ALL)
+        return
+    for launch in plan.launches:
+        launch_scatter(launch, plan, planes, lanes, faults, write=False, sums=SUMS_ALL)
+
+
+def _check(plan: ScatterPlan, planes: Planes, lanes: torch.Tensor | None) -> None:
+    """Tests the arguments.
+
+    Raises:
+        ValueError: See above.
+    """
+    w, device = plan.records.word_nbytes, plan.records.device
+    want = ((2 + w, plan.num_entries), (w, plan.num_dense))
+    if planes.word_nbytes != w or (tuple(planes.entries.shape), tuple(planes.dense.shape)) != want:
+        raise ValueError(
+            f"planes of {planes.word_nbytes}-byte words with entries {tuple(planes.entries.shape)} and dense "
+            f"{tuple(planes.dense.shape)} do not fit the plan: {w}-byte words, {want[0]} and {want[1]}"
+        )
+    for name, t in (("entries", planes.entries), ("dense", planes.dense)):
+        if t.dtype is not torch.uint8 or t.device != device or (t.shape[1] > 1 and t.stride(1) != 1):
+            raise ValueError(
+                f"{name} must be uint8 rows on {device}, got {t.dtype} on {t.device}, strides {t.stride()}"
+            )
+    if lanes is not None and (
+        lanes.dtype is not torch.int64
+        or lanes.shape != (plan.records.num_tensors, 4)
+        or lanes.device != device
+        or not lanes.is_contiguous()
+    ):
+        raise ValueError(f"lanes must be contiguous int64 [{plan.records.num_tensors}, 4] on {device}")
+
+
+def launch_scatter(
+    launch: ScatterLaunch,
+    plan: ScatterPlan,
+    planes: Planes,
+    lanes: torch.Tensor | None,
+    faults: torch.Tensor | None,
+    *,
+    write: bool,
+    sums: int,
+    begin: int = 0,
+    end: int | None = None,
+    entries_before: int = 0,
+    dense_before: int = 0,
+    block: int | None = None,
+    num_warps: int | None = None,
+) -> None:
+    """Launches the kernel on segments ``begin`` to ``end`` of a launch; arguments already checked.
+
+    Args:
+        launch: Tables of one record group.
+        plan: The plan of the launch.
+        planes: Entries from number ``entries_before`` on, and dense words from ``dense_before`` on, on the device.
+        lanes: Sums, or None where ``sums`` is 0.
+        faults: Fault count, or None for no check.
+        write: XOR; else only read.
+        sums: 0, 2 or 4 columns.
+        begin: First segment.
+        end: End of the segments, None for all.
+        entries_before: Entries of the plan that ``planes`` leaves out at its start.
+        dense_before: The same of dense words.
+        block: Entries a program takes at a time, None to choose by the mean count.
+        num_warps: Warps of a program, None to choose.
+    """
+    from megasync.kernels._scatter_triton import scatter_kernel
+
+    end = len(launch.segments) if end is None else end
+    if end <= begin:
+        return
+    group, w = launch.group, plan.records.word_nbytes
+    entries = int(launch.first_entry[end] - launch.first_entry[begin])
+    dense = int(launch.first_dense[end] - launch.first_dense[begin])
+    mean = (entries + dense) / (end - begin)
+    block = block or (64 if mean <= 80 else 128 if mean <= 512 else 256)
+    unused = launch.segments
+    scatter_kernel[(end - begin,)](
+        launch.segments[begin:end],
+        launch.tiles,
+        group.table,
+        planes.entries,
+        planes.entries.stride(0),
+        planes.dense,
+        planes.dense.stride(0),
+        unused if lanes is None else lanes,
+        unused if faults is None else faults,
+        entries_before,
+        dense_before,
+        W=w,
+        ND=plan.records.num_axes,
+        TT=group.num_terms,
+        PARTS=2 * w if group.nibble else 1,
+        WIDE=group.wide,
+        WRITE=write,
+        SUMS=sums,
+        CHECK=faults is not None,
+        DENSE=dense > 0,
+        BLOCK=block,
+        num_warps=num_warps or (1 if block <= 128 else 2),
+    )

@@ -1,0 +1,279 @@
+"""A probed plan: the layouts of one engine's live tensors, what could not be mapped, and their use.
+
+`probe` makes it. It reads canonical bytes back out of live tensors, applies canonical masks in place, is saved under
+its digest, and is verified on other layers before it is used there. It refuses live tensors that are not those it was
+made for. This module must import nothing of megasync but ``errors``, ``digest`` and ``layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+
+from megasync.digest import XXH3_128, content_digest
+from megasync.errors import FormatError, PlanError
+from megasync.layout.encoding import decode_layouts, encode_layouts
+from megasync.layout.evaluate import gather, xor_
+from megasync.layout.live import LiveTensor, bound
+from megasync.layout.modes import Layout
+from megasync.layout.prove import validate_all
+
+FORMAT = 1
+KIND = "megasync.probed-plan"
+SUFFIX = ".layouts"
+
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+LoadFn = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 52)]
+
+
+class _Live(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    name: _Name
+    dtype: _Name
+    shape: list[_Size]
+    stride: list[_Size]
+    offset: _Size
+    storage: _Name
+    storage_nbytes: _Size
+
+
+class _Spec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    name: _Name
+    shape: list[_Size]
+    dtype: _Name
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    kind: str
+    format: int
+    specs: list[_Spec]
+    layouts: bytes
+    live: list[_Live]
+    unmapped: dict[_Name, str]
+    derived: dict[_Name, str]
+    empty: list[_Name]
+    unstable: list[_Name]
+
+
+@dataclass(frozen=True)
+class ProbedPlan:
+    """Where the canonical tensors of a loader lie in its live tensors.
+
+    Attributes:
+        specs: Canonical name to extents and torch dtype.
+        layouts: Canonical name to layout, for every tensor whose bytes are moved; also for those that a live tensor is
+            computed from besides (they are in ``unmapped`` too).
+        live: What the live tensors were.
+        unmapped: Canonical names that a mask alone does not update, with the reason: value transforms, dropped tensors.
+        derived: Live tensors that are computed from canonical ones, with the reason.
+        empty: Live tensors without elements: the engine keeps their data elsewhere.
+        unstable: Live tensors with bytes that differ between equal loads (uninitialised padding).
+    """
+
+    specs: Specs
+    layouts: Mapping[str, Layout]
+    live: tuple[LiveTensor, ...]
+    unmapped: Mapping[str, str]
+    derived: Mapping[str, str]
+    empty: tuple[str, ...] = ()
+    unstable: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 of `encode`, in hexadecimal."""
+        return content_digest(self.encode(), XXH3_128).hex()
+
+    def gather(self, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Reads the canonical tensors back out of the live ones.
+
+        Args:
+            live: Live tensors by name, as the loader returned them.
+
+        Returns:
+            Canonical name to tensor of the canonical dtype and of the extents of the rank's slice, new memory on the
+            device of the live tensors. Words that the rank does not hold are 0.
+
+        Raises:
+            PlanError: The live tensors are not those of the plan.
+        """
+        storages = bound(live, self.live, self._storages(self.layouts))
+        out = {}
+        for name, layout in self.layouts.items():
+            shape, dtype = self.specs[name]
+            extents = layout.slice_shape if shape else ()
+            out[name] = gather(layout, storages).view(dtype).reshape(extents)
+        return out
+
+    def xor_(self, live: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]) -> None:
+        """Applies canonical masks to the live tensors in place.
+
+        Args:
+            live: Live tensors by name; written in place, addresses kept.
+            masks: Canonical name to ``old XOR new``: any dtype of the canonical word size, extents of the whole tensor
+                or of the rank's slice, on the device of the live tensors. Names left out do not change.
+
+        Raises:
+            ValueError: A mask has other extents or another word size than its tensor.
+            PlanError: A mask is of an unmapped or unknown tensor, or the live tensors are not those of the plan;
+                nothing was written.
+        """
+        refused = [f"{n}: {self.unmapped.get(n, 'not in the plan')}" for n in masks if n not in self.mapped]
+        if refused:
+            raise PlanError(f"masks cannot be applied, nothing was touched: {'; '.join(refused)}")
+        cut = {name: self._cut(name, mask) for name, mask in masks.items()}
+        storages = bound(live, self.live, self._storages(masks))
+        for name, mask in cut.items():
+            xor_(self.layouts[name], storages, mask)
+
+    @property
+    def mapped(self) -> frozenset[str]:
+        """Canonical names that a mask updates exactly."""
+        return frozenset(self.layouts) - frozenset(self.unmapped)
+
+    def validate(self) -> None:
+        """Proves the layouts again, as after reading them from a file.
+
+        Raises:
+            PlanError: See `prove.validate_all`; or a layout is of another tensor than the specs say.
+        """
+        for name, layout in self.layouts.items():
+            spec = self.specs.get(name)
+            if spec is None or (spec[0] or (1,)) != layout.shape or spec[1].itemsize != layout.word_nbytes:
+                raise PlanError(f"layout of {name} is of {layout.shape} x {layout.word_nbytes} B, the plan says {spec}")
+        validate_all(self.layouts, {r.storage: r.storage_nbytes for r in self.live})
+
+    def renamed(self, canonical: Callable[[str], str], live: Callable[[str], str]) -> ProbedPlan:
+        """The same plan under other names, for another layer of equal shapes.
+
+        Args:
+            canonical: New canonical name of an old one.
+            live: New live name of an old one.
+
+        Returns:
+            The plan; verify it on the other layer before use.
+        """
+        layouts = {
+            canonical(name): replace(layout, records=tuple(replace(r, storage=live(r.storage)) for r in layout.records))
+            for name, layout in self.layouts.items()
+        }
+        return ProbedPlan(
+            specs={canonical(n): s for n, s in self.specs.items()},
+            layouts=layouts,
+            live=tuple(replace(r, name=live(r.name), storage=live(r.storage)) for r in self.live),
+            unmapped={canonical(n): why for n, why in self.unmapped.items()},
+            derived={live(n): why for n, why in self.derived.items()},
+            empty=tuple(live(n) for n in self.empty),
+            unstable=tuple(live(n) for n in self.unstable),
+        )
+
+    def encode(self) -> bytes:
+        """Writes the plan down; equal plans have equal bytes."""
+        document = _Document(
+            kind=KIND,
+            format=FORMAT,
+            specs=[_Spec(n, list(s), str(d).removeprefix("torch.")) for n, (s, d) in sorted(self.specs.items())],
+            layouts=encode_layouts(self.layouts),
+            live=[
+                _Live(r.name, r.dtype, list(r.shape), list(r.stride), r.offset, r.storage, r.storage_nbytes)
+                for r in self.live
+            ],
+            unmapped=dict(self.unmapped),
+            derived=dict(self.derived),
+            empty=sorted(self.empty),
+            unstable=sorted(self.unstable),
+        )
+        return msgspec.msgpack.encode(document, order="deterministic")
+
+    @staticmethod
+    def decode(data: bytes) -> ProbedPlan:
+        """Reads what `encode` wrote, from anywhere, and proves it.
+
+        Args:
+            data: The bytes.
+
+        Returns:
+            The plan.
+
+        Raises:
+            FormatError: The bytes are not exactly one plan.
+            PlanError: Its layouts do not hold together.
+        """
+        try:
+            d = msgspec.msgpack.decode(data, type=_Document, strict=True)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise FormatError(f"probed plan of {len(data)} bytes cannot be read: {e}; probe again") from e
+        if d.kind != KIND or d.format != FORMAT:
+            raise FormatError(f"expected a {KIND} of format {FORMAT}, found {d.kind!r} of format {d.format}")
+        specs = {s.name: (tuple(s.shape), _dtype(s.dtype)) for s in d.specs}
+        live = tuple(
+            LiveTensor(r.name, r.dtype, tuple(r.shape), tuple(r.stride), r.offset, r.storage, r.storage_nbytes)
+            for r in d.live
+        )
+        layouts = decode_layouts(d.layouts)
+        plan = ProbedPlan(specs, layouts, live, d.unmapped, d.derived, tuple(d.empty), tuple(d.unstable))
+        if plan.encode() != data:
+            raise FormatError("probed plan is not in its one encoding; probe again")
+        plan.validate()
+        return plan
+
+    def save(self, folder: Path) -> Path:
+        """Writes the plan into a folder under its digest.
+
+        Args:
+            folder: Existing folder.
+
+        Returns:
+            The file, ``<digest>.layouts``.
+        """
+        path = folder / f"{self.digest}{SUFFIX}"
+        path.write_bytes(self.encode())
+        return path
+
+    @staticmethod
+    def load(path: Path) -> ProbedPlan:
+        """Reads a saved plan.
+
+        Args:
+            path: A file that `save` wrote; its name is the digest.
+
+        Returns:
+            The plan.
+
+        Raises:
+            FormatError: The bytes are not those of the name, or no plan.
+            PlanError: Its layouts do not hold together.
+        """
+        data = path.read_bytes()
+        found = content_digest(data, XXH3_128).hex()
+        if path.name != found + SUFFIX:
+            raise FormatError(f"plan file {path.name} holds bytes of digest {found}: it was changed; probe again")
+        return ProbedPlan.decode(data)
+
+    def _storages(self, names: Mapping[str, object]) -> frozenset[str]:
+        return frozenset(s for n in names for s in self.layouts[n].storages)
+
+    def _cut(self, name: str, mask: torch.Tensor) -> torch.Tensor:
+        """The bytes of a mask over the rank's slice."""
+        layout, (shape, dtype) = self.layouts[name], self.specs[name]
+        if mask.dtype.itemsize != dtype.itemsize or tuple(mask.shape) not in (tuple(shape), layout.slice_shape):
+            raise ValueError(
+                f"mask of {name} is {tuple(mask.shape)} x {mask.dtype}; expected {tuple(shape)}, or the slice "
+                f"{layout.slice_shape}, of {dtype.itemsize}-byte words"
+            )
+        if tuple(mask.shape) == tuple(shape) and shape:
+            mask = mask[tuple(slice(a, b) for a, b in zip(layout.start, layout.stop, strict=True))]
+        return mask.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"probed plan names the dtype {name!r}, which this torch does not have")
+    return dtype

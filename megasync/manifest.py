@@ -1,0 +1,345 @@
+"""The manifest and head documents: what a publication is, and which one is newest.
+
+Strict msgpack through msgspec. Written by the publisher after the payloads are durable; read first by every receiver.
+Keys are derived from run, version, epoch and index, never taken from the wire, so no document can name a path.
+Must import nothing above schema and frames.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from megasync.digest import SHA256, XXH3_128, content_digest
+from megasync.errors import FormatError, RefetchError, SchemaMismatchError
+from megasync.frames import FrameColumns, FrameTable, make_table, read_table
+from megasync.schema import FORMAT, Schema
+
+KIND = "megasync.manifest"
+HEAD_KIND = "megasync.head"
+Kind = Literal["delta", "anchor", "checkpoint"]
+_U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,99}\Z")
+DIGEST_NBYTES = {XXH3_128: 16, 2: 32, SHA256: 32}
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    kind: str
+    format: int
+    what: Kind
+    run: str
+    epoch: _U63
+    version: _U63
+    base_version: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
+    base_digest: bytes
+    schema_digest: bytes
+    digest_algorithm: int
+    payload_nbytes: list[_U63]
+    frames: FrameColumns
+    touched_ids: bytes
+    new_states: bytes
+    touched_olds: bytes
+    root: bytes
+    state_table: bytes
+    num_changed: _U63
+    outer: str
+    formulas: list[str]
+    info: dict[str, str | int | float]
+
+
+class _Signed(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    body: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What describes a publication.
+
+    Attributes:
+        what: ``delta`` (needs its base), ``anchor`` (full bytes, needs none) or ``checkpoint`` (no payloads: names an
+            existing checkpoint by its state digests; version 0 only).
+        run: Name of the run.
+        epoch: Fencing epoch of the publisher that wrote it.
+        version: Version that it leads to.
+        base_version: Version that it starts from, -1 for anchors and checkpoints.
+        base_digest: Manifest digest of the base, empty for anchors and checkpoints.
+        schema_digest: Schema that its ids mean.
+        payload_nbytes: Size of each payload.
+        frames: The frame table.
+        touched_ids: u32 ``[K]``, tensors with changed words, ascending.
+        new_states: uint8 ``[K, 16]``, their state digest at ``version``.
+        touched_olds: uint8 ``[K, 16]``, digest sums of their old values at the changed words (zero in anchors).
+        root: xxh3-128 over the table of state digests at ``version``.
+        state_table: Digest of the published table of state digests; empty in deltas.
+        num_changed: Changed words over all frames; 0 is explicit.
+        outer: Library, version and level of the outer codec.
+        formulas: Quantisation formula ids in use.
+        info: Facts for people and metrics (density, seconds, step); nothing is decided by them.
+        digest_algorithm: Of frames and of this manifest.
+    """
+
+    what: Kind
+    run: str
+    epoch: int
+    version: int
+    base_version: int
+    base_digest: bytes
+    schema_digest: bytes
+    payload_nbytes: tuple[int, ...]
+    frames: FrameTable
+    touched_ids: np.ndarray
+    new_states: np.ndarray
+    touched_olds: np.ndarray
+    root: bytes
+    num_changed: int
+    state_table: bytes = b""
+    outer: str = ""
+    formulas: tuple[str, ...] = ()
+    info: dict[str, str | int | float] = field(default_factory=dict)
+    digest_algorithm: int = XXH3_128
+    key: bytes | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The document's bytes; signed with HMAC-SHA256 where a key was given."""
+        body = msgspec.msgpack.encode(
+            _Document(
+                KIND,
+                FORMAT,
+                self.what,
+                self.run,
+                self.epoch,
+                self.version,
+                self.base_version,
+                self.base_digest,
+                self.schema_digest,
+                self.digest_algorithm,
+                list(self.payload_nbytes),
+                self.frames.to_columns(),
+                self.touched_ids.astype("<u4").tobytes(),
+                self.new_states.tobytes(),
+                self.touched_olds.tobytes(),
+                self.root,
+                self.state_table,
+                self.num_changed,
+                self.outer,
+                list(self.formulas),
+                self.info,
+            )
+        )
+        signature = hmac.digest(self.key, body, "sha256") if self.key else b""
+        return msgspec.msgpack.encode(_Signed(body, signature))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of the encoded document, by which heads and later manifests name it."""
+        return content_digest(self.encoded, self.digest_algorithm)
+
+    @property
+    def payload_total_nbytes(self) -> int:
+        """Bytes of all payloads."""
+        return sum(self.payload_nbytes)
+
+    def payload_key(self, index: int) -> str:
+        """Sink key of a payload."""
+        return payload_key(self.run, self.version, self.epoch, index)
+
+
+def check_run(run: str) -> str:
+    """Refuse run names that could not be part of a key.
+
+    Raises:
+        ValueError: With the rule.
+    """
+    if not _RUN.match(run):
+        raise ValueError(f"run name {run!r}: letters, digits and ._=- only, not starting with . = or -, 100 at most")
+    return run
+
+
+def payload_key(run: str, version: int, epoch: int, index: int) -> str:
+    """Sink key of payload ``index`` of a publication."""
+    return f"{run}/v{version:012d}/e{epoch:06d}/payload-{index:05d}"
+
+
+def manifest_key(run: str, version: int, epoch: int) -> str:
+    """Sink key of a manifest: (version, epoch)."""
+    return f"{run}/v{version:012d}/e{epoch:06d}/manifest"
+
+
+def state_table_key(run: str, digest: bytes) -> str:
+    """Sink key of a table of state digests."""
+    return f"{run}/state/{digest.hex()}"
+
+
+def root_of(states: np.ndarray) -> bytes:
+    """Root of a table of state digests (uint8 ``[num_tensors, 16]``, id order)."""
+    return content_digest(np.ascontiguousarray(states).tobytes(), XXH3_128)
+
+
+def decode_manifest(
+    data: bytes | memoryview, schema: Schema, *, digest: bytes | None = None, key: bytes | None = None
+) -> Manifest:
+    """Read and check a manifest.
+
+    Args:
+        data: The stored bytes.
+        schema: The schema it must speak of.
+        digest: What its digest must be (from the head or a later manifest).
+        key: Shared key; where given, an unsigned or wrongly signed manifest is refused.
+
+    Raises:
+        RefetchError: Other digest. FormatError: rules broken. SchemaMismatchError: another schema or run.
+    """
+    document, signed = _open(data, key)
+    if digest is not None and content_digest(data, document.digest_algorithm) != digest:
+        found = content_digest(data, document.digest_algorithm).hex()
+        raise RefetchError(
+            f"manifest of version {document.version}: digest {found}, expected {digest.hex()}; fetch it again"
+        )
+    if document.schema_digest != schema.digest or document.run != schema.run:
+        raise SchemaMismatchError(
+            f"manifest of version {document.version} is of run {document.run!r} schema {document.schema_digest.hex()}, "
+            f"here run {schema.run!r} schema {schema.digest.hex()}: not this model; nothing was touched"
+        )
+    frames = read_table(document.frames, schema, document.payload_nbytes, DIGEST_NBYTES[document.digest_algorithm])
+    ids = np.frombuffer(document.touched_ids, "<u4") if len(document.touched_ids) % 4 == 0 else np.empty(0, "<u4")
+    if len(document.touched_ids) % 4 or not len(document.new_states) == len(document.touched_olds) == 16 * len(ids):
+        raise FormatError(f"manifest of version {document.version}: columns of touched tensors differ in length")
+    if len(ids) and ((ids[1:] <= ids[:-1]).any() or int(ids[-1]) >= len(schema.tensors)):
+        raise FormatError(f"manifest of version {document.version}: touched tensor ids must ascend inside the schema")
+    manifest = Manifest(
+        document.what,
+        document.run,
+        document.epoch,
+        document.version,
+        document.base_version,
+        document.base_digest,
+        document.schema_digest,
+        tuple(document.payload_nbytes),
+        frames,
+        ids,
+        np.frombuffer(document.new_states, np.uint8).reshape(-1, 16),
+        np.frombuffer(document.touched_olds, np.uint8).reshape(-1, 16),
+        document.root,
+        document.num_changed,
+        document.state_table,
+        document.outer,
+        tuple(document.formulas),
+        document.info,
+        document.digest_algorithm,
+        key if signed else None,
+    )
+    _check(manifest)
+    return manifest
+
+
+def peek_schema_digest(data: bytes | memoryview) -> bytes:
+    """Schema digest of a manifest that is not checked yet, to fetch the schema by."""
+    return _open(data, None)[0].schema_digest
+
+
+def _open(data: bytes | memoryview, key: bytes | None) -> tuple[_Document, bool]:
+    try:
+        signed = msgspec.msgpack.decode(data, type=_Signed)
+        if key is not None and not hmac.compare_digest(hmac.digest(key, signed.body, "sha256"), signed.signature):
+            raise FormatError("manifest signature is missing or wrong: not from this run's publisher; it is not read")
+        document = msgspec.msgpack.decode(signed.body, type=_Document)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as e:
+        raise FormatError(f"manifest refused: {e}") from e
+    if document.kind != KIND or document.format != FORMAT:
+        raise FormatError(f"manifest has kind {document.kind!r} format {document.format}, expected {KIND} {FORMAT}")
+    if document.digest_algorithm not in DIGEST_NBYTES:
+        raise FormatError(f"manifest has digest algorithm {document.digest_algorithm}, known: {sorted(DIGEST_NBYTES)}")
+    return document, bool(signed.signature)
+
+
+def _check(m: Manifest) -> None:
+    """Rules that tie the fields together."""
+    where = f"manifest of version {m.version}"
+    if m.what == "delta" and not (0 <= m.base_version < m.version and m.base_digest):
+        raise FormatError(f"{where}: a delta with base version {m.base_version}")
+    if m.what != "delta" and (m.base_version != -1 or m.base_digest or not m.state_table):
+        raise FormatError(f"{where}: an {m.what} has no base and must name a table of state digests")
+    if m.what == "checkpoint" and (m.payload_nbytes or len(m.frames) or len(m.touched_ids)):
+        raise FormatError(f"{where}: a checkpoint has no payloads")
+    if len(m.root) != 16:
+        raise FormatError(f"{where}: root has {len(m.root)} bytes, expected 16")
+    if m.num_changed != int(m.frames.columns["num_changed"].sum(dtype=np.int64)):
+        raise FormatError(f"{where}: {m.num_changed} changed words, its frames hold another number: metadata was lost")
+    if not np.array_equal(np.unique(m.frames.runs["tensor_id"]), m.touched_ids):
+        raise FormatError(f"{where}: touched tensors and frames disagree: metadata was lost")
+
+
+class _Head(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    kind: str
+    format: int
+    run: str
+    version: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
+    epoch: _U63
+    digest: bytes
+    fence: _U63
+    publisher: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The pointer to the newest complete publication of a run.
+
+    Attributes:
+        run: Name of the run.
+        version: Newest version, -1 while nothing was published.
+        epoch: Epoch of that version's manifest.
+        digest: Digest of that manifest, empty while nothing was published.
+        fence: Epoch of the publisher that may move the head now.
+        publisher: Random token of that publisher, so that it knows its own writes after a lost answer.
+    """
+
+    run: str
+    version: int
+    epoch: int
+    digest: bytes
+    fence: int
+    publisher: bytes = b""
+
+    def encode(self) -> bytes:
+        """The document's bytes."""
+        return msgspec.msgpack.encode(
+            _Head(HEAD_KIND, FORMAT, self.run, self.version, self.epoch, self.digest, self.fence, self.publisher)
+        )
+
+
+def decode_head(data: bytes, run: str) -> Head:
+    """Read a head.
+
+    Raises:
+        FormatError: Unparsable, truncated or of another run: keep the current version, report it, never fall back.
+    """
+    try:
+        h = msgspec.msgpack.decode(data, type=_Head)
+    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+        raise FormatError(f"head of run {run!r} refused ({len(data)} bytes): {e}; the version held is kept") from e
+    if h.kind != HEAD_KIND or h.format != FORMAT or h.run != run:
+        raise FormatError(
+            f"head of run {run!r} has kind {h.kind!r} format {h.format} run {h.run!r}; the version held is kept"
+        )
+    if (h.version >= 0) != bool(h.digest):
+        raise FormatError(f"head of run {run!r}: version {h.version} with a digest of {len(h.digest)} bytes")
+    return Head(h.run, h.version, h.epoch, h.digest, h.fence, h.publisher)
+
+
+def empty_table() -> FrameTable:
+    """A frame table without frames."""
+    return make_table([])
+
+
+def rows_of(digests: Sequence[bytes]) -> np.ndarray:
+    """16-byte digests as uint8 ``[K, 16]``."""
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)

@@ -1,0 +1,102 @@
+"""The backend seam: how staged frames become writes to live memory, whatever the device.
+
+``place`` does all that can fail without touching live memory; a `Placed` then proves its base, writes, is read back and
+can be undone. The CPU backend is in ``cpu``; backends of other devices implement the same two classes. Comes between
+fetch and apply. Must not import a kernel or an engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megasync.frames import FrameRecord
+from megasync.manifest import Manifest
+from megasync.receiver.sums import Sums
+from megasync.schema import Schema
+from megasync.types import Entries
+from megasync.versions.publication import decode_frame
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedFrame:
+    """One frame whose stored bytes have the digest that the manifest gives.
+
+    Attributes:
+        schema: The run's schema.
+        manifest: The publication.
+        record: The frame's record.
+        stored: Its stored bytes, planes one after the other.
+    """
+
+    schema: Schema
+    manifest: Manifest
+    record: FrameRecord
+    stored: memoryview
+
+    def entries(self) -> Entries:
+        """Decode on the host.
+
+        Raises:
+            FormatError: The bytes break a rule of the format.
+        """
+        return decode_frame(self.schema, self.manifest, self.record, self.stored)
+
+
+class Placed(ABC):
+    """Changed words bound to live addresses; live memory is only touched by the methods below.
+
+    Attributes:
+        num_changed: Canonical words that this rank changes, replicas included.
+        nbytes: Memory that this takes.
+        shared: Whether a write may touch bytes that another `Placed` writes too (nibbles): then never in parallel.
+    """
+
+    num_changed: int
+    nbytes: int
+    shared: bool = False
+
+    @abstractmethod
+    def prove(self) -> tuple[Sums, Sums]:
+        """Read the live words at the touched positions, through the layout.
+
+        Returns:
+            Digest sums over primary words by tensor: as they are, and as they will be after ``xor_``.
+
+        Raises:
+            BaseMismatchError: A copy differs from its primary.
+        """
+
+    @abstractmethod
+    def xor_(self) -> None:
+        """Write. ``prove`` must have been called on the state that is now live."""
+
+    @abstractmethod
+    def read_back(self) -> Sums:
+        """Digest sums over the primary words at the touched positions, read from live memory now."""
+
+    @abstractmethod
+    def undo_(self) -> None:
+        """Restore what ``prove`` read, wherever ``xor_`` stopped. Calling it again, or before ``xor_``, does no harm."""
+
+
+class Backend(ABC):
+    """Places frames for one bound engine rank.
+
+    Attributes:
+        name: What ran, for results: ``cpu``, ``scatter``, ``de``, ``sm``.
+    """
+
+    name: str
+
+    @abstractmethod
+    def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:
+        """Decode frames and bind their changed words to live addresses. Thread-safe; reads no live memory.
+
+        Raises:
+            FormatError: A frame breaks a rule of the format: nothing was touched.
+        """
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait for the device; called after the writes, before anything is believed."""

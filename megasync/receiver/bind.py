@@ -1,0 +1,263 @@
+"""Binding: an engine's layouts checked against the run's schema, once, before anything is fetched.
+
+Every tensor of the schema is held, shadowed or excluded by name; every word has one primary place, proven by arithmetic;
+every place is live memory that is remembered (identity). Comes after the Engine port, before stage. Must not import fetch,
+stage or apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from megasync.errors import PlanError, SchemaMismatchError
+from megasync.kernels.records import storage_bytes
+from megasync.layout.compose import with_copies
+from megasync.layout.modes import Layout
+from megasync.layout.prove import validate_all
+from megasync.manifest import Manifest
+from megasync.receiver.engine import Derivation, Engine
+from megasync.receiver.identity import StorageMark, check_alive, mark_all
+from megasync.receiver.leads import Held
+from megasync.receiver.shadow import Shadows, plan_shadows
+from megasync.receiver.votes import vote
+from megasync.schema import Schema
+from megasync.types import WORD_DTYPES, Box
+
+_SHOWN = 50
+
+
+@dataclass
+class Binding:
+    """One engine rank bound to a run's schema.
+
+    Attributes:
+        engine: The engine.
+        schema: The run's schema.
+        held: By tensor id: tensors of which this rank holds words, shadows included. Storages of records are keys of
+            ``storages``.
+        storages: uint8 ``[n]`` over each whole live storage, by name; two names of one memory are one entry.
+        shadows: The canonical shadows.
+        excluded: Tensor id to reason: no rank of the engine holds it.
+        group_ids: int64, ascending: tensors that the engine's ranks hold together, whole.
+        marks: Identity of every live tensor that is written or derived.
+    """
+
+    engine: Engine
+    schema: Schema
+    held: dict[int, Held]
+    storages: dict[str, torch.Tensor]
+    shadows: Shadows
+    excluded: dict[int, str]
+    group_ids: np.ndarray
+    marks: dict[str, StorageMark]
+    _first_tile: np.ndarray = field(repr=False)
+    _needed: np.ndarray = field(repr=False)
+    _views: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False)
+
+    def words(self, storage: str, word_nbytes: int) -> np.ndarray:
+        """A CPU storage as words, ``<u{word_nbytes}``, writable; a tail shorter than a word is left out."""
+        found = self._views.get((storage, word_nbytes))
+        if found is None:
+            raw = self.storages[storage].numpy()
+            found = raw[: raw.size // word_nbytes * word_nbytes].view(WORD_DTYPES[word_nbytes])
+            self._views[storage, word_nbytes] = found
+        return found
+
+    def needs(self, tensor_ids: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+        """Whether this rank holds words of tiles, bool ``[T]``."""
+        out: np.ndarray = self._needed[self._first_tile[tensor_ids] + tiles]
+        return out
+
+    def frames_of(self, manifest: Manifest) -> np.ndarray:
+        """Numbers of the frames that touch tiles of this rank's slices, ascending."""
+        frame, ids, tiles = manifest.frames.touched
+        return np.unique(frame[self.needs(ids, tiles)])
+
+    def check_alive(self) -> None:
+        """See ``identity.check_alive``."""
+        check_alive(self.marks, self.engine.tensors())
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Devices of the live storages, shadows left out."""
+        return {s.device for n, s in self.storages.items() if n not in self.shadows.storages}
+
+    def slice_nbytes(self) -> int:
+        """Canonical bytes that this rank holds."""
+        return sum(h.layout.slice_nbytes for h in self.held.values())
+
+
+def bind(engine: Engine, schema: Schema, *, shadow_limit_nbytes: int) -> Binding:
+    """Check and remember where everything lies. *Collective* over the engine's ranks.
+
+    Args:
+        engine: This rank's engine.
+        schema: The run's schema.
+        shadow_limit_nbytes: Host bytes that canonical shadows may take.
+
+    Returns:
+        The binding; shadows are allocated but not seeded.
+
+    Raises:
+        SchemaMismatchError: The engine's tensors have another shape or word size: another model.
+        PlanError: Names that do not resolve, places that overlap or leave their storage, words nobody holds: all listed.
+        MemoryPlanError: The shadows do not fit.
+        RankFailedError: One of these on any rank, where the engine has several.
+    """
+    with vote(engine, f"binding {engine.name} to run {schema.run!r}") as ballot:
+        tensors = engine.tensors()
+        held, excluded = _resolve(schema, engine.layouts(schema), engine.excluded(schema))
+        groups = _check_derivations(schema, engine.derivations(schema), excluded)
+        shadows = plan_shadows(schema, groups, held, shadow_limit_nbytes)
+        names = {r.storage for x in held.values() for r in x.records} | {n for d in groups for n in d.outputs}
+        if lost := sorted(names - tensors.keys()):
+            raise PlanError(f"{engine.name} has no live tensor called {', '.join(lost[:_SHOWN])}")
+        storages, key_of = _storages(tensors, names)
+        held = {i: _renamed(x, key_of) for i, x in held.items()}
+        shadows.held.update({i: held[i] for i in shadows.held})
+        layouts = {i: x for i, x in (held | shadows.layouts).items() if x.records}
+        storages |= shadows.storages
+        sizes = {n: s.numel() for n, s in storages.items()}
+        validate_all({schema.tensors[i].name: x for i, x in layouts.items()}, sizes)
+        leads = {i: Held.of(schema.tensors[i].name, x) for i, x in layouts.items()}
+        ballot.data = _coverage(schema, layouts).astype("<i8").tobytes()
+        marks = mark_all(tensors, names)
+    total = np.sum([np.frombuffer(b, "<i8") for b in ballot.result], axis=0)
+    _check_coverage(schema, total, excluded, engine)
+    first_tile, needed = _needed_tiles(schema, layouts)
+    group = np.array([i for i in range(len(schema.tensors)) if i not in excluded], dtype=np.int64)
+    return Binding(engine, schema, leads, storages, shadows, excluded, group, marks, first_tile, needed)
+
+
+def _resolve(
+    schema: Schema, named: Mapping[str, Layout], excluded: Mapping[str, str]
+) -> tuple[dict[int, Layout], dict[int, str]]:
+    """Layouts and exclusions by tensor id; everything that does not resolve or fit is listed."""
+    unknown = sorted(n for n in (*named, *excluded) if n not in schema.ids)
+    if unknown:
+        raise PlanError(
+            f"run {schema.run!r} has no tensors called {', '.join(unknown[:_SHOWN])} ({len(unknown)} in all): the engine "
+            "names them; nothing was touched. Correct the adapter's names or use the run of this model"
+        )
+    wrong: list[str] = []
+    held: dict[int, Layout] = {}
+    for name, layout in named.items():
+        i = schema.ids[name]
+        spec = schema.tensors[i]
+        if layout.shape != (spec.shape or (1,)) or layout.word_nbytes != spec.word_nbytes:
+            wrong.append(
+                f"{name}: engine {list(layout.shape)} of {layout.word_nbytes}-byte words, run {list(spec.shape)} of "
+                f"{spec.word_nbytes} ({spec.dtype})"
+            )
+        elif i in held:
+            # Two names of one tensor (tied embeddings): the second is the same memory or one more copy.
+            held[i] = held[i] if held[i].records == layout.records else with_copies(held[i], layout)
+        else:
+            held[i] = layout
+    if wrong:
+        raise SchemaMismatchError(
+            f"{len(wrong)} tensors of the engine are not those of run {schema.run!r} (schema {schema.digest.hex()}): "
+            + "; ".join(wrong[:_SHOWN])
+            + ": another model; nothing was touched"
+        )
+    out = {schema.ids[n]: why for n, why in excluded.items()}
+    if both := sorted(schema.tensors[i].name for i in held.keys() & out.keys()):
+        raise PlanError(f"the engine both holds and excludes {', '.join(both[:_SHOWN])}")
+    return held, out
+
+
+def _check_derivations(schema: Schema, groups: object, excluded: Mapping[int, str]) -> list[Derivation]:
+    found: list[Derivation] = list(groups)  # type: ignore[call-overload]
+    unknown = sorted({n for d in found for n in d.inputs if n not in schema.ids})
+    if unknown:
+        raise PlanError(f"derivations read {', '.join(unknown[:_SHOWN])}, which run {schema.run!r} does not have")
+    gone = sorted({n for d in found for n in d.inputs if schema.ids[n] in excluded})
+    if gone:
+        raise PlanError(f"derivations read {', '.join(gone[:_SHOWN])}, which the engine excludes")
+    outputs = [n for d in found for n in d.outputs]
+    twice = sorted({n for n in outputs if outputs.count(n) > 1}) if len(set(outputs)) != len(outputs) else []
+    if twice:
+        raise PlanError(f"{', '.join(twice[:_SHOWN])} are outputs of two derivations: a group spans all its inputs")
+    return found
+
+
+def _storages(tensors: Mapping[str, torch.Tensor], names: set[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Whole storages by the first name of each memory, and the key of every name."""
+    by_memory: dict[tuple[torch.device, int], str] = {}
+    storages: dict[str, torch.Tensor] = {}
+    key_of: dict[str, str] = {}
+    for name in sorted(names):
+        tensor = tensors[name].detach()
+        if tensor.device.type == "meta" or tensor.layout != torch.strided:
+            raise PlanError(f"live tensor {name} has no plain memory (device {tensor.device}, layout {tensor.layout})")
+        memory = (tensor.device, tensor.untyped_storage().data_ptr())
+        if memory[1] == 0:  # empty: every such storage has address 0
+            key_of[name] = name
+            storages[name] = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            continue
+        key_of[name] = by_memory.setdefault(memory, name)
+        if key_of[name] == name:
+            storages[name] = storage_bytes(tensor)
+    _check_disjoint(storages)
+    return storages, key_of
+
+
+def _check_disjoint(storages: Mapping[str, torch.Tensor]) -> None:
+    """Two storages must not share memory under different start addresses: proofs look at one storage at a time."""
+    spans = sorted((s.data_ptr(), s.data_ptr() + s.numel(), str(s.device), n) for n, s in storages.items() if s.numel())
+    for (_, stop, device, name), (start, _, other_device, other) in pairwise(spans):
+        if start < stop and device == other_device:
+            raise PlanError(
+                f"live tensors {name} and {other} share memory under two storages: give views of one storage"
+            )
+
+
+def _renamed(layout: Layout, key_of: Mapping[str, str]) -> Layout:
+    return replace(layout, records=tuple(replace(r, storage=key_of[r.storage]) for r in layout.records))
+
+
+def _coverage(schema: Schema, layouts: Mapping[int, Layout]) -> np.ndarray:
+    """Words of each tensor that have their primary place on this rank."""
+    out = np.zeros(len(schema.tensors), dtype=np.int64)
+    for i, x in layouts.items():
+        units = sum(r.num_units * (2 * x.word_nbytes // x.units_per_word(r)) for r in x.records if r.primary)
+        out[i] = units // (2 * x.word_nbytes)
+    return out
+
+
+def _check_coverage(schema: Schema, total: np.ndarray, excluded: Mapping[int, str], engine: Engine) -> None:
+    missing: list[str] = []
+    partly: list[str] = []
+    twice: list[str] = []
+    for i, spec in enumerate(schema.tensors):
+        found = int(total[i])
+        if i in excluded and found:
+            twice.append(f"{spec.name} (excluded by another rank, {found} words held)")
+        elif i not in excluded and found != spec.num_words:
+            (missing if not found else partly if found < spec.num_words else twice).append(
+                f"{spec.name} ({found} of {spec.num_words} words)" if found else spec.name
+            )
+    listed = [
+        f"{what}: {', '.join(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        for what, names in (("not held", missing), ("partly held", partly), ("held by several primaries", twice))
+        if names
+    ]
+    if listed:
+        raise PlanError(
+            f"{engine.name} with {engine.num_ranks} ranks does not resolve {len(missing) + len(partly) + len(twice)} tensors "
+            f"of run {schema.run!r}: {'; '.join(listed)}. Nothing was touched: correct the adapter, or let it exclude them"
+        )
+
+
+def _needed_tiles(schema: Schema, layouts: Mapping[int, Layout]) -> tuple[np.ndarray, np.ndarray]:
+    num = np.array([g.num_tiles for g in schema.grids], dtype=np.int64)
+    first = np.cumsum(num) - num
+    needed = np.zeros(int(num.sum()), dtype=bool)
+    for i, x in layouts.items():
+        needed[first[i] + schema.grids[i].tiles_of(Box(x.start, x.slice_shape))] = True
+    return first, needed

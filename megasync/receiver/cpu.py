@@ -1,0 +1,157 @@
+"""The CPU backend: numpy gathers and scatters through the layouts. The reference for every other backend.
+
+Frames with few changed words become runs of offsets; frames in which most words change become masks of whole tiles
+(``dense``), which take less memory then. Comes between fetch and apply. Must not import a kernel that needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megasync.errors import BaseMismatchError
+from megasync.receiver.backend import Backend, FetchedFrame, Placed
+from megasync.receiver.bind import Binding
+from megasync.receiver.dense import mask_placed
+from megasync.receiver.kinds import Kinds, kinds_of
+from megasync.receiver.place import place_run
+from megasync.receiver.runs import Run
+from megasync.receiver.sums import CHUNK, Sums
+from megasync.types import Entries
+
+MASK_DENSITY = 0.125
+"""Changed words from which a mask of the tile takes less memory than an offset, a position and two values a word."""
+
+
+class CpuPlaced(Placed):
+    """Runs of changed words, and live memory as numpy words."""
+
+    def __init__(self, binding: Binding, names: tuple[str, ...], runs: Sequence[Run], shared: bool) -> None:
+        self.binding = binding
+        self.names = names
+        self.runs = tuple(runs)
+        self.shared = shared
+        self.num_changed = sum(len(r.values) for r in runs)
+        self.nbytes = sum(r.nbytes for r in runs)
+        self._sums: tuple[Sums, Sums] | None = None
+
+    def _words(self, storage: int, word_nbytes: int) -> np.ndarray:
+        return self.binding.words(self.names[storage], word_nbytes)
+
+    def prove(self) -> tuple[Sums, Sums]:
+        """See ``Placed.prove``; the words read are kept, as what undo restores."""
+        before: list[Sums] = []
+        after: list[Sums] = []
+        for run in self.runs:
+            old = run.gather(self._words)
+            if len(run.parts) > 1:
+                self._check_copies(run, old)
+            run.old = old
+            was, will_be = run.sums(old, old ^ run.values)
+            before.append(was)
+            after.append(will_be)
+        self._sums = Sums.join(before), Sums.join(after)
+        return self._sums
+
+    def _check_copies(self, run: Run, old: np.ndarray) -> None:
+        at = run.first_difference(self._words, old)
+        if at is not None:
+            tensor = int(run.ids[int(np.searchsorted(run.bounds, at, side="right")) - 1])
+            raise BaseMismatchError(
+                f"{self.binding.schema.tensors[tensor].name}: word {int(run.flat[at])} differs between the engine's copies "
+                "of it; nothing was touched. Load the weights anew, or correct the adapter's list of copies"
+            )
+
+    def xor_(self) -> None:
+        """See ``Placed.xor_``."""
+        for run in self.runs:
+            assert run.old is not None, "prove() comes before xor_()"
+            run.xor_(self._words)
+
+    def read_back(self) -> Sums:
+        """See ``Placed.read_back``.
+
+        Live words that equal ``old ^ value``, of which ``prove`` made the sums, need no sums of their own: comparing
+        them is both cheaper and stricter.
+        """
+        if self._sums is not None and all(self._is_written(run) for run in self.runs):
+            return self._sums[1]
+        return Sums.join(run.sums(run.gather(self._words))[0] for run in self.runs)
+
+    def _is_written(self, run: Run) -> bool:
+        return run.old is not None and run.first_difference(self._words, run.old ^ run.values) is None
+
+    def undo_(self) -> None:
+        """See ``Placed.undo_``: the words that ``prove`` read are written, so it does not matter where a write stopped."""
+        for run in self.runs:
+            if run.old is not None:
+                run.write_(self._words, run.old)
+
+
+class CpuBackend(Backend):
+    """Places frames for an engine rank whose weights are in host memory.
+
+    Raises:
+        ValueError: A live storage is not.
+    """
+
+    name = "cpu"
+
+    def __init__(self, binding: Binding) -> None:
+        if others := {d for d in binding.devices if d.type != "cpu"}:
+            raise ValueError(f"the cpu backend needs weights in host memory, found them on {sorted(map(str, others))}")
+        self.binding = binding
+        self.kinds: Kinds = kinds_of(binding)
+
+    def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:
+        """See ``Backend.place``."""
+        sparse: dict[int, list[Entries]] = {}
+        out: list[Placed] = []
+        for frame in frames:
+            entries = frame.entries()
+            if entries.num_changed >= MASK_DENSITY * entries.num_words:
+                out += mask_placed(self.binding, entries)
+            else:
+                sparse.setdefault(entries.word_nbytes, []).append(entries)
+        for parts in sparse.values():
+            runs = list(self._runs(parts))
+            if runs:
+                shared = any(p.nibble is not None for r in runs for p in r.parts)
+                out.append(CpuPlaced(self.binding, self.kinds.names, runs, shared))
+        return out
+
+    def _runs(self, parts: Sequence[Entries]) -> Iterator[Run]:
+        """Tiles of all frames, those of one kind together, cut where a workspace is full."""
+        ids = np.concatenate([e.tensor_ids for e in parts]).astype(np.int64)
+        tiles = np.concatenate([e.tiles for e in parts])
+        counts = np.concatenate([e.counts for e in parts]).astype(np.int64)
+        positions = np.concatenate([e.positions for e in parts])
+        values = np.concatenate([e.values for e in parts])
+        first = np.cumsum(counts) - counts
+        kind = np.where(self.binding.needs(ids, tiles), self.kinds.of[ids], -1)
+        order = np.argsort(kind, kind="stable")
+        order = order[np.searchsorted(kind[order], 0) :]
+        for chosen in _chunks(order, kind, counts):
+            spans = [slice(int(first[t]), int(first[t] + counts[t])) for t in chosen]
+            k = int(kind[chosen[0]])
+            rows = self.kinds.row[ids[chosen]]
+            run = place_run(
+                self.kinds.kinds[k],
+                (ids[chosen], self.kinds.bases[k][rows], self.kinds.storages[k][rows]),
+                tiles[chosen],
+                counts[chosen],
+                np.concatenate([positions[s] for s in spans]) if len(spans) > 1 else positions[spans[0]],
+                np.concatenate([values[s] for s in spans]) if len(spans) > 1 else values[spans[0]],
+            )
+            if run is not None:
+                yield run
+
+
+def _chunks(order: np.ndarray, kind: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Consecutive tiles of one kind with about ``CHUNK`` changed words together."""
+    reached = np.cumsum(counts[order])
+    number = (reached - 1) // CHUNK
+    starts = np.ones(len(order), dtype=bool)
+    starts[1:] = (kind[order][1:] != kind[order][:-1]) | (number[1:] != number[:-1])
+    yield from np.split(order, np.flatnonzero(starts)[1:]) if len(order) else ()

@@ -1,0 +1,184 @@
+"""Fetch: the frames of a publication that this rank needs, read, checked and handed on, several at a time.
+
+Neighbouring frames are read in one range. Every frame's digest is checked; a bad one is read once more by itself, and
+refused if it is bad again. Work on a range (check, and what the caller does with its frames) runs on the same thread, and
+only so many ranges are in flight, so memory is bounded. Comes before stage. Must not import stage or apply.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from megasync.errors import RefetchError
+from megasync.frames import FrameRecord
+from megasync.manifest import Manifest
+from megasync.receiver.backend import FetchedFrame
+from megasync.schema import Schema
+from megasync.versions.publication import PublicationReader, check_frame
+
+T = TypeVar("T")
+
+RANGE_NBYTES = 4 << 20
+"""Stored bytes read at once; a frame is never cut."""
+
+RANGE_CHANGED = 1 << 20
+"""Changed words in a range, so that what is decoded from it stays small too."""
+
+GAP_NBYTES = 64 << 10
+"""Bytes of other ranks' frames that are read along rather than starting another range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Neighbouring frames of one payload.
+
+    Attributes:
+        payload: Payload index.
+        offset: First byte.
+        nbytes: Bytes, gaps included.
+        frames: Frame numbers, by offset.
+    """
+
+    payload: int
+    offset: int
+    nbytes: int
+    frames: tuple[int, ...]
+
+
+@dataclass
+class Fetched:
+    """What a fetch took.
+
+    Attributes:
+        nbytes: Bytes read, gaps and bad reads included.
+        num_frames: Frames handed on.
+        num_refetched: Frames that were bad the first time.
+    """
+
+    nbytes: int = 0
+    num_frames: int = 0
+    num_refetched: int = 0
+
+
+def plan_ranges(manifest: Manifest, frames: np.ndarray) -> list[Range]:
+    """Cut the wanted frames in ranges.
+
+    Args:
+        manifest: The publication.
+        frames: Frame numbers.
+    """
+    table = manifest.frames
+    payload, offset = table.columns["payload"][frames], table.columns["offset"][frames].astype(np.int64)
+    order = np.lexsort((offset, payload))
+    out: list[Range] = []
+    group: list[int] = []
+    start = stop = words = current = 0
+    for i in order.tolist():
+        frame = int(frames[i])
+        first, last = int(offset[i]), int(offset[i] + table.nbytes[frame])
+        changed = int(table.columns["num_changed"][frame])
+        near = int(payload[i]) == current and 0 <= first - stop <= GAP_NBYTES
+        if group and not (near and last - start <= RANGE_NBYTES and words + changed <= RANGE_CHANGED):
+            out.append(Range(current, start, stop - start, tuple(group)))
+            group = []
+        if not group:
+            current, start, words = int(payload[i]), first, 0
+        group.append(frame)
+        stop, words = last, words + changed
+    if group:
+        out.append(Range(current, start, stop - start, tuple(group)))
+    return out
+
+
+def fetch(
+    reader: PublicationReader,
+    schema: Schema,
+    manifest: Manifest,
+    frames: np.ndarray,
+    consume: Callable[[Sequence[FetchedFrame]], T],
+    pool: ThreadPoolExecutor | None,
+    *,
+    in_flight: int = 4,
+    fetched: Fetched | None = None,
+) -> Iterator[T]:
+    """Read frames and hand them on.
+
+    Args:
+        reader: Of the run.
+        schema: The manifest's schema.
+        manifest: The publication.
+        frames: Numbers of the frames wanted.
+        consume: Called with the frames of each range, on a thread of the pool; must not keep the frames.
+        pool: Threads; None works on the caller's.
+        in_flight: Ranges read ahead of the one whose result is taken.
+        fetched: Counts are added to it.
+
+    Yields:
+        Results of ``consume``, in the order of the ranges.
+
+    Raises:
+        RefetchError: A frame was bad twice.
+        FormatError: ``consume`` found bytes that break the format.
+    """
+    counts = fetched if fetched is not None else Fetched()
+
+    def work(span: Range) -> tuple[T, Fetched]:
+        mine = Fetched()
+        return consume(list(_read(reader, schema, manifest, span, mine))), mine
+
+    def take(result: tuple[T, Fetched]) -> T:
+        counts.nbytes += result[1].nbytes
+        counts.num_frames += result[1].num_frames
+        counts.num_refetched += result[1].num_refetched
+        return result[0]
+
+    ranges = plan_ranges(manifest, frames)
+    if pool is None:
+        for span in ranges:
+            yield take(work(span))
+        return
+    waiting: deque[Future[tuple[T, Fetched]]] = deque()
+    try:
+        for span in ranges:
+            while len(waiting) > in_flight:
+                yield take(waiting.popleft().result())
+            waiting.append(pool.submit(work, span))
+        while waiting:
+            yield take(waiting.popleft().result())
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _read(
+    reader: PublicationReader, schema: Schema, manifest: Manifest, span: Range, counts: Fetched
+) -> Iterator[FetchedFrame]:
+    buffer = memoryview(bytearray(span.nbytes))
+    reader.sink.read_into(manifest.payload_key(span.payload), span.offset, buffer, timeout_s=reader.timeout_s)
+    counts.nbytes += span.nbytes
+    for number in span.frames:
+        record = manifest.frames.record(number)
+        at = record.offset - span.offset
+        stored = buffer[at : at + record.nbytes]
+        try:
+            check_frame(manifest, record, stored)
+        except RefetchError:
+            counts.num_refetched += 1
+            counts.nbytes += record.nbytes
+            stored = _read_again(reader, manifest, record)
+        counts.num_frames += 1
+        yield FetchedFrame(schema, manifest, record, stored)
+
+
+def _read_again(reader: PublicationReader, manifest: Manifest, record: FrameRecord) -> memoryview:
+    """The frame alone, into fresh memory; RefetchError where it is bad again."""
+    try:
+        return reader.frame_bytes(manifest, record)
+    except RefetchError as e:
+        raise RefetchError(f"{e}; it was read twice: the stored payload is bad. Nothing was touched") from e

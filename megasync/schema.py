@@ -1,0 +1,265 @@
+"""The schema document: names, shapes, dtypes, formulas and tile grids of a run. Immutable, referenced by digest.
+
+Written once per run by the publisher; manifests speak in its integer ids. Strict encode and decode: nothing received
+is trusted. Must import nothing above types, tiles, digest and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from megasync.digest import XXH3_128, content_digest
+from megasync.errors import FormatError, SchemaMismatchError
+from megasync.tiles import TileGrid, tile_grid
+from megasync.types import DTYPE_NBYTES, TensorSpec
+
+FORMAT = 1
+KIND = "megasync.schema"
+MAX_WORDS = 1 << 48
+_Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORDS)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    name: _Name
+    dtype: str
+    shape: list[_Extent]
+    layer: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+    cut: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    block: list[Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]]
+    frozen: bool
+    aliases: list[_Name]
+    formula: str
+    group: str
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    kind: str
+    format: int
+    run: _Name
+    tensors: list[_Row]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The tensors of a run; a tensor's id is its index.
+
+    Attributes:
+        run: Name of the run.
+        tensors: Ordered by (layer, word size, name), which keeps frames long: a frame takes tiles of one layer and
+            one word size in id order.
+    """
+
+    run: str
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Id by canonical name, aliases included."""
+        out = {t.name: i for i, t in enumerate(self.tensors)}
+        for i, t in enumerate(self.tensors):
+            out.update((alias, i) for alias in t.aliases)
+        return out
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The document's bytes."""
+        rows = [
+            _Row(
+                t.name,
+                t.dtype,
+                list(t.shape),
+                t.layer,
+                int(t.cut == "last"),
+                list(t.block),
+                t.frozen,
+                list(t.aliases),
+                t.formula,
+                t.group,
+            )
+            for t in self.tensors
+        ]
+        return msgspec.msgpack.encode(_Document(KIND, FORMAT, self.run, rows))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """xxh3-128 of the document."""
+        return content_digest(self.encoded, XXH3_128)
+
+    @cached_property
+    def grids(self) -> tuple[TileGrid, ...]:
+        """Tile grid of each tensor."""
+        return tuple(tile_grid(t) for t in self.tensors)
+
+    @cached_property
+    def layers(self) -> np.ndarray:
+        """Layer of each tensor, int32."""
+        return np.array([t.layer for t in self.tensors], dtype=np.int32)
+
+    @cached_property
+    def word_nbytes(self) -> np.ndarray:
+        """Word size of each tensor, uint8."""
+        return np.array([t.word_nbytes for t in self.tensors], dtype=np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Canonical bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def tile_words(self, tensor_ids: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+        """Words of tiles given by tensor id and tile number (u32), vectorised per run of equal ids.
+
+        Raises:
+            FormatError: A tile past its tensor's grid.
+        """
+        out = np.empty(len(tiles), dtype=np.uint32)
+        for start, stop in runs_of_equal(tensor_ids):
+            grid = self.grids[int(tensor_ids[start])]
+            if int(tiles[start:stop].max()) >= grid.num_tiles:
+                name = self.tensors[int(tensor_ids[start])].name
+                raise FormatError(f"tile {int(tiles[start:stop].max())} of {name}: its grid has {grid.num_tiles} tiles")
+            out[start:stop] = grid.tile_words(tiles[start:stop])
+        return out
+
+
+def runs_of_equal(values: np.ndarray) -> list[tuple[int, int]]:
+    """Start and stop of each run of equal neighbours."""
+    if not len(values):
+        return []
+    edges = np.flatnonzero(values[1:] != values[:-1]) + 1
+    bounds = [0, *edges.tolist(), len(values)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def make_schema(run: str, specs: Iterable[TensorSpec]) -> Schema:
+    """A schema from specs in any order.
+
+    Raises:
+        ValueError: Listing what is wrong with which tensors.
+    """
+    tensors = tuple(sorted(specs, key=lambda t: (t.layer, t.word_nbytes if t.dtype in DTYPE_NBYTES else 0, t.name)))
+    schema = Schema(run, tensors)
+    if wrong := _faults(schema):
+        raise ValueError(f"schema of run {run!r}: " + "; ".join(wrong[:20]))
+    return schema
+
+
+def decode_schema(data: bytes | memoryview, *, digest: bytes | None = None) -> Schema:
+    """Read a schema document.
+
+    Args:
+        data: The stored bytes.
+        digest: What its digest must be.
+
+    Raises:
+        FormatError: Not a schema of this format, or rules broken; SchemaMismatchError: another digest.
+    """
+    if digest is not None and content_digest(data) != digest:
+        raise SchemaMismatchError(
+            f"schema digest is {content_digest(data).hex()}, the manifest names {digest.hex()}; fetch it again"
+        )
+    try:
+        document = msgspec.msgpack.decode(data, type=_Document)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as e:
+        raise FormatError(f"schema document refused: {e}") from e
+    if document.kind != KIND or document.format != FORMAT:
+        raise FormatError(
+            f"schema document has kind {document.kind!r} format {document.format}, expected {KIND} {FORMAT}"
+        )
+    tensors = tuple(
+        TensorSpec(
+            r.name,
+            r.dtype,
+            tuple(r.shape),
+            r.layer,
+            "last" if r.cut else "row",
+            tuple(r.block),
+            r.frozen,
+            tuple(r.aliases),
+            r.formula,
+            r.group,
+        )
+        for r in document.tensors
+    )
+    schema = Schema(document.run, tensors)
+    if wrong := _faults(schema):
+        raise FormatError("schema document refused: " + "; ".join(wrong[:20]))
+    return schema
+
+
+def _faults(schema: Schema) -> list[str]:
+    wrong: list[str] = []
+    seen: set[str] = set()
+    for t in schema.tensors:
+        for name in (t.name, *t.aliases):
+            if name in seen:
+                wrong.append(f"{name} appears twice")
+            if "\0" in name or not name:
+                wrong.append(f"name {name!r} is empty or has a NUL")
+            seen.add(name)
+        if t.dtype not in DTYPE_NBYTES:
+            wrong.append(f"{t.name} has dtype {t.dtype}, known: {', '.join(DTYPE_NBYTES)}")
+        if t.block and len(t.block) != max(len(t.shape), 1):
+            wrong.append(f"{t.name} has block {t.block} for shape {t.shape}")
+        if t.num_words > MAX_WORDS or len(t.shape) > 8:
+            wrong.append(f"{t.name} has shape {t.shape}: at most 2^48 words and 8 axes")
+        if t.cut not in ("row", "last"):
+            wrong.append(f"{t.name} has cut axis {t.cut!r}")
+    return wrong
+
+
+def schema_key(run: str, digest: bytes) -> str:
+    """Sink key of a schema."""
+    return f"{run}/schema/{digest.hex()}"
+
+
+def require_same(ours: Schema, theirs: Schema) -> None:
+    """Refuse another model.
+
+    Raises:
+        SchemaMismatchError: Listing the first differences.
+    """
+    if ours.digest == theirs.digest:
+        return
+    a, b = {t.name: t for t in ours.tensors}, {t.name: t for t in theirs.tensors}
+    lines = [f"missing here: {n}" for n in sorted(b.keys() - a.keys())[:5]]
+    lines += [f"missing there: {n}" for n in sorted(a.keys() - b.keys())[:5]]
+    lines += [f"{n}: here {_brief(a[n])}, there {_brief(b[n])}" for n in sorted(a.keys() & b.keys()) if a[n] != b[n]][
+        :5
+    ]
+    raise SchemaMismatchError(
+        f"schema {ours.digest.hex()} (run {ours.run}) is not {theirs.digest.hex()} (run {theirs.run}): "
+        + ("; ".join(lines) or "runs differ")
+    )
+
+
+def _brief(t: TensorSpec) -> str:
+    return f"{t.dtype}{list(t.shape)} layer {t.layer} cut {t.cut} block {list(t.block)} formula {t.formula!r}"
+
+
+def names_of(schema: Schema, ids: Sequence[int] | np.ndarray, limit: int = 8) -> str:
+    """Names for a message."""
+    listed = [schema.tensors[int(i)].name for i in list(ids)[:limit]]
+    return ", ".join(listed) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")
+
+
+def spec_as_dict(spec: TensorSpec) -> dict[str, Any]:
+    """A spec for machines (JSON)."""
+    return {
+        "name": spec.name,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "layer": spec.layer,
+        "cut": spec.cut,
+        "block": list(spec.block),
+        "frozen": spec.frozen,
+        "aliases": list(spec.aliases),
+        "formula": spec.formula,
+        "group": spec.group,
+    }

@@ -1,0 +1,279 @@
+"""The callback: plan -> snapshot -> mask -> encode -> gather -> publish, shown in order.
+
+``MegasyncCallback`` is a Megatron-Bridge callback by duck typing and has ``step_end`` for plain loops. At a step end it
+agrees with the other ranks on what became of earlier versions, masks what changed since the last publication, and hands
+the rest to a thread of its own. Must not import receiver or an adapter: the exporter is given to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megasync.codecs.choice import check_codec
+from megasync.config import GatherKind, OnError, PublishConfig, WhenFull
+from megasync.errors import SchemaMismatchError
+from megasync.manifest import check_run
+from megasync.sinks.base import Sink
+from megasync.telemetry import Telemetry
+from megasync.trainer.agree import agree, all_gather_bytes
+from megasync.trainer.exporter import Exporter
+from megasync.trainer.inflight import Flight, InFlight, error_of, withdraw
+from megasync.trainer.mask import MaskedFrame, anchor_frames, mask_regions
+from megasync.trainer.publish import Outcome, Publishing
+from megasync.trainer.replicas import check_replicas
+from megasync.trainer.start import Started, start, together
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class MegasyncCallback:
+    """Publishes a trainer's weights after every ``config.every`` steps.
+
+    Ten lines in a plain loop::
+
+        callback = MegasyncCallback(MegatronExporter(chunks, ...), open_sink("/shared/run"), PublishConfig(run="r"))
+        callback.on_train_start()
+        for step in range(steps):
+            ...                       # forward, backward, optimizer.step()
+            callback.step_end()       # every rank, also after a skipped iteration
+        callback.on_train_end()       # the last step is always published
+
+    *Collective*: every method must be called by every rank at the same point of the program.
+
+    Attributes:
+        exporter: The trainer's weights, or a function of the model chunks that makes it (Megatron-Bridge gives them in
+            its context).
+        sink: Where to publish.
+        config: Trainer-side configuration.
+        base: Checkpoint that is version 0; None makes an anchor of the starting weights version 0.
+        ranks: Global ranks that take part; None for all.
+        on_outcome: Called on a worker thread with every verdict; must be quick.
+        facts: Called at each publication for facts that go into the manifest's ``info`` (step number, say).
+    """
+
+    exporter: Exporter | Callable[[list[Any]], Exporter]
+    sink: Sink
+    config: PublishConfig = field(default_factory=PublishConfig)
+    base: Path | None = None
+    ranks: list[int] | None = None
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    facts: Callable[[], dict[str, str | int | float]] = dict
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    outcomes: list[Outcome] = field(default_factory=list)
+    _state: _State | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_run(self.config.run)
+        check_codec(self.config.codec)
+
+    # Megatron-Bridge and Megatron-LM call these by name with a context; plain loops call them without.
+
+    def on_train_start(self, context: Any = None) -> None:
+        """Plan, claim the run, seed the snapshot, publish version 0 where the run is fresh."""
+        exporter = self.exporter
+        if not isinstance(exporter, Exporter):
+            model = getattr(context, "model", None)
+            if model is None:
+                raise ValueError(
+                    "MegasyncCallback got a function for its exporter but no context.model to call it with"
+                )
+            exporter = exporter(list(model) if isinstance(model, list | tuple) else [model])
+        control, rounds, carrier, device = _make_groups(self.config, self.ranks)
+        with self.telemetry.span("start"):
+            started = start(exporter, self.sink, self.config, control, self.base)
+        publishing = Publishing(started.schema, self.sink, self.config, rounds, carrier, device, Event())
+        flights = InFlight(
+            publishing, control, started.lineage, self.config.in_flight_limit, self.telemetry, self._settled
+        )
+        flights.start()
+        self._state = _State(exporter, control, started, flights, next_version=started.head.version + 1)
+        if started.needs_anchor:
+            self._state.next_version = 1
+            frames = list(anchor_frames(started.schema, started.snapshot))
+            flights.add(Flight(0, frames, None, self.facts(), anchor=True))
+            self._look(drain=True)
+
+    def on_train_step_end(self, context: Any = None) -> None:
+        """``step_end`` for Megatron-Bridge: reads ``context.skipped_iter`` and nothing else."""
+        self.step_end(skipped=bool(getattr(context, "skipped_iter", False)))
+
+    def on_train_end(self, context: Any = None) -> None:
+        """Publish the last step and wait until everything is durable; then stop the thread."""
+        try:
+            self.flush()
+        finally:
+            self.close()
+
+    def step_end(self, *, skipped: bool = False) -> int | None:
+        """Count a step and publish when its turn has come.
+
+        Args:
+            skipped: The optimizer did not step (inf or nan gradients): weights are unchanged, the step still counts.
+
+        Returns:
+            The version that is on its way, or None where nothing was published at this step.
+
+        Raises:
+            RankFailedError: On every rank, when a publication failed and ``on_error`` is ``raise``, or when failures
+                exceed ``max_failures``.
+            SinkConflictError: On every rank, when another publisher took over the run.
+        """
+        state = self._running()
+        state.steps += 1
+        state.unpublished |= not skipped
+        if state.steps % self.config.every:
+            return None
+        return self._publish()
+
+    def flush(self) -> None:
+        """Publish what changed since the last publication, if anything, and wait until all of it is durable."""
+        state = self._running()
+        self._look(drain=True)
+        if state.unpublished:
+            self._publish()
+            self._look(drain=True)
+            if state.unpublished:  # withdrawn and retried once more: flush may not end with unpublished weights
+                self._publish()
+                self._look(drain=True, final=True)
+
+    def close(self) -> None:
+        """Stop the worker thread; versions still in flight are given up. Idempotent, local."""
+        if self._state is not None:
+            self._state.flights.close()
+            self._state = None
+
+    @property
+    def version(self) -> int:
+        """Newest version on its way or durable; -1 before the start."""
+        return self._state.next_version - 1 if self._state is not None else -1
+
+    def _publish(self) -> int | None:
+        state, config = self._running(), self.config
+        if not self._look(room=config.when_full is WhenFull.WAIT):
+            return None
+        version = state.next_version
+        state.next_version += 1
+        with self.telemetry.span("settle"):
+            state.exporter.settle()
+        if config.check_replicas_every and version % config.check_replicas_every == 0:
+            # Pieces are views: a fresh list costs little and sees the same memory.
+            started = state.started
+            check_replicas(
+                started.schema,
+                started.plan.holdings,
+                state.exporter.pieces(),
+                state.control,
+                timeout_s=config.timeout_s,
+            )
+        frames: list[MaskedFrame] = []
+        error: Exception | None = None
+        with self.telemetry.span("mask"):
+            try:
+                state.exporter.check_alive()
+                for frame in mask_regions(state.started.schema, state.started.snapshot):
+                    frames.append(frame)
+            except Exception as e:
+                error = e
+        if not state.checked_first:
+            self._check_first(frames, error)
+        state.unpublished = False
+        state.flights.add(Flight(version, frames, error, self.facts()))
+        return version
+
+    def _check_first(self, frames: list[MaskedFrame], error: Exception | None) -> None:
+        """Refuse a first delta that is another model rather than a step; the snapshot is put back first."""
+        state = self._running()
+        changed = sum(f.entries.num_changed * f.entries.word_nbytes for f in frames)
+        agree(state.control, error, "masking the first delta", self.config.timeout_s)
+        told = all_gather_bytes(state.control, msgspec.msgpack.encode(changed), "first density", self.config.timeout_s)
+        density = sum(msgspec.msgpack.decode(t, type=int) for t in told) / max(state.started.schema.nbytes, 1)
+        state.checked_first = True
+        if density <= self.config.max_first_density or state.started.needs_anchor:
+            return
+        withdraw(state.started.snapshot, [Flight(-1, frames, None, {})])
+        raise SchemaMismatchError(
+            f"the first delta of run {self.config.run!r} changes {density:.1%} of the bytes, max_first_density is "
+            f"{self.config.max_first_density:.1%}: the trainer does not start from version {state.started.head.version}; "
+            f"load it, or raise max_first_density"
+        )
+
+    def _look(self, *, room: bool = False, drain: bool = False, final: bool = False) -> bool:
+        """Settle what is settled, withdraw what failed; False where the in-flight limit says to skip this step."""
+        state = self._running()
+        with self.telemetry.span("wait"):
+            outcomes, lost = state.flights.settle(room, drain)
+        self.outcomes += outcomes
+        if any(o.durable for o in outcomes):
+            state.failures = 0
+        if lost:
+            together(
+                state.control,
+                "withdrawing versions",
+                self.config.timeout_s,
+                lambda: withdraw(state.started.snapshot, lost),
+            )
+            state.unpublished = True
+            state.failures += 1
+            failed = next(o for o in outcomes if not o.durable)
+            log.warning("megasync: %s withdrawn: %s", [f.version for f in lost], failed.error)
+            anchor_lost = any(f.anchor for f in lost)
+            if (
+                failed.fenced
+                or anchor_lost
+                or final
+                or self.config.on_error is OnError.RAISE
+                or state.failures > self.config.max_failures
+            ):
+                raise error_of(failed, self.config.run)
+        return len(state.flights.flights) < self.config.in_flight_limit
+
+    def _settled(self, outcome: Outcome) -> None:
+        self.telemetry.count("published" if outcome.durable else "failed")
+        self.on_outcome(outcome)
+
+    def _running(self) -> _State:
+        if self._state is None:
+            raise ValueError("MegasyncCallback is not running: call on_train_start first, on every rank")
+        return self._state
+
+
+@dataclass
+class _State:
+    exporter: Exporter
+    control: ProcessGroup | None
+    started: Started
+    flights: InFlight
+    next_version: int
+    steps: int = 0
+    failures: int = 0
+    unpublished: bool = False
+    checked_first: bool = False
+
+
+def _make_groups(
+    config: PublishConfig, ranks: list[int] | None
+) -> tuple[ProcessGroup | None, ProcessGroup | None, ProcessGroup | None, torch.device]:
+    """Control group, worker's exchange group, payload carrier, and the device payloads travel on."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None, None, None, torch.device("cpu")
+    control = dist.new_group(ranks, backend="gloo")
+    rounds = dist.new_group(ranks, backend="gloo")
+    if config.gather is not GatherKind.NCCL:
+        return control, rounds, rounds, torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("gather=nccl needs CUDA devices: use gather=gloo (the default) or gather=direct")
+    carrier = dist.new_group(ranks, backend="nccl")
+    return control, rounds, carrier, torch.device("cuda", torch.cuda.current_device())

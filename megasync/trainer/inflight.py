@@ -1,0 +1,236 @@
+"""Versions in flight: encode, gather and publish behind the training loop, in version order; withdrawal when one fails.
+
+The snapshot advance is tentative: each delta stays in host memory until its head is durable. A version's fate is
+success, failure or unknown. When one fails, every later one in flight fails with it (its base is gone); at a step end
+that all ranks agree on, they are XORed back out of the snapshot, newest first, and the next delta is relative to the
+last durable version. Numbers are never reused. Must not import receiver or an adapter.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from megasync.errors import RankFailedError, RetryError, SinkConflictError
+from megasync.telemetry import Telemetry
+from megasync.trainer.agree import all_gather_bytes
+from megasync.trainer.encode import EncodedDelta, encode, entries_of
+from megasync.trainer.lineage import Lineage
+from megasync.trainer.mask import MaskedFrame
+from megasync.trainer.publish import Outcome, Publishing, publish
+from megasync.trainer.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_LOOK_S = 0.02
+
+
+@dataclass
+class Flight:
+    """One version on its way.
+
+    Attributes:
+        version: Its number.
+        frames: Changed words, until they are encoded.
+        error: Why this rank has none.
+        info: Facts for the manifest.
+        anchor: Full bytes that need no base; not part of the snapshot's advance.
+        delta: The encoded frames, kept to withdraw by.
+        outcome: What became of it.
+    """
+
+    version: int
+    frames: list[MaskedFrame] | None
+    error: BaseException | None
+    info: dict[str, str | int | float]
+    anchor: bool = False
+    delta: EncodedDelta | None = None
+    outcome: Outcome | None = None
+
+
+class _Settled(msgspec.Struct, array_like=True, frozen=True):
+    settled: int
+    broken: str
+    waited_s: float
+
+
+@dataclass
+class InFlight:
+    """The queue of versions in flight of one rank and the thread that works it off.
+
+    Attributes:
+        publishing: What publishing needs.
+        control: Process group of the step-end decisions (not the gather's: another thread uses that one).
+        lineage: On the head writer, the newest durable version.
+        limit: Versions that may be unfinished at once.
+        telemetry: Where times go.
+        on_outcome: Called on the worker thread with every verdict.
+    """
+
+    publishing: Publishing
+    control: ProcessGroup | None
+    lineage: Lineage | None
+    limit: int
+    telemetry: Telemetry
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    flights: deque[Flight] = field(default_factory=deque)
+    _work: queue.SimpleQueue[Flight | None] = field(default_factory=queue.SimpleQueue)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _broken: BaseException | None = None
+    _failed: bool = False
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the worker thread."""
+        self._thread = threading.Thread(target=self._run, name="megasync-publish", daemon=True)
+        self._thread.start()
+
+    def add(self, flight: Flight) -> None:
+        """Send a version on its way. Every rank adds the same versions in the same order."""
+        self.flights.append(flight)
+        self._work.put(flight)
+
+    def settle(self, wait_for_room: bool = False, drain: bool = False) -> tuple[list[Outcome], list[Flight]]:
+        """Agree on which versions are settled, the same set on every rank.
+
+        *Collective*: over the control group; every rank must call it at the same step end.
+
+        Args:
+            wait_for_room: Wait until fewer than ``limit`` versions are unfinished.
+            drain: Wait until none is.
+
+        Returns:
+            Outcomes settled since the last call, in order; and the flights to withdraw, newest first (empty while
+            nothing failed).
+
+        Raises:
+            RankFailedError: A worker thread broke on some rank, or a rank did not answer.
+            RetryError: Versions stayed unknown for ``give_up_s``.
+        """
+        start = monotonic()
+        while True:
+            agreed = self._agree(monotonic() - start)
+            settled = list(self.flights)[: agreed.settled]
+            lost = next((i for i, f in enumerate(settled) if f.outcome is not None and not f.outcome.durable), None)
+            left = len(self.flights) - agreed.settled
+            if lost is not None and left:
+                # Later versions fail with it; their verdicts come at once, and withdrawal needs them all.
+                pass
+            elif lost is not None or (not (drain and left) and not (wait_for_room and left >= self.limit)):
+                return self._take(settled, lost)
+            if agreed.waited_s > self.publishing.config.give_up_s:
+                raise RetryError(
+                    f"versions {[f.version for f in self.flights]} of run {self.publishing.schema.run!r} are neither "
+                    f"durable nor failed after {agreed.waited_s:.0f} s: {self.publishing.sink.describe()} does not answer"
+                )
+            with self._changed:
+                self._changed.wait(_LOOK_S)
+
+    def close(self) -> None:
+        """Stop the worker; versions still in flight are given up."""
+        self.publishing.closing.set()
+        self._work.put(None)
+        if self._thread is not None:
+            self._thread.join(self.publishing.config.timeout_s)
+            self._thread = None
+
+    def _take(self, settled: list[Flight], lost: int | None) -> tuple[list[Outcome], list[Flight]]:
+        for _ in settled:
+            self.flights.popleft()
+        outcomes = [f.outcome for f in settled if f.outcome is not None]
+        if lost is None:
+            return outcomes, []
+        withdrawn = settled[lost:][::-1]
+        self._failed = False
+        return outcomes, withdrawn
+
+    def _agree(self, waited_s: float) -> _Settled:
+        with self._changed:
+            settled = 0
+            for flight in self.flights:
+                if flight.outcome is None:
+                    break
+                settled += 1
+            broken = "" if self._broken is None else f"{type(self._broken).__name__}: {self._broken}"
+        mine = msgspec.msgpack.encode(_Settled(settled, broken, waited_s))
+        told = all_gather_bytes(self.control, mine, "versions in flight", self.publishing.config.timeout_s)
+        rows = [msgspec.msgpack.decode(t, type=_Settled) for t in told]
+        if causes := {r: row.broken for r, row in enumerate(rows) if row.broken}:
+            raise RankFailedError("publishing behind the training loop", causes) from self._broken
+        return _Settled(min(r.settled for r in rows), "", rows[0].waited_s)
+
+    def _run(self) -> None:
+        while (flight := self._work.get()) is not None:
+            try:
+                self._publish(flight)
+            except BaseException as e:
+                with self._changed:
+                    self._broken = e
+                    self._changed.notify_all()
+                return
+
+    def _publish(self, flight: Flight) -> None:
+        if self._failed:
+            # The same on every rank: verdicts come in the same order everywhere.
+            outcome = Outcome(
+                flight.version, False, {0: "an earlier version in flight failed; this one starts from it"}
+            )
+        else:
+            error = flight.error
+            if error is None and flight.frames is not None:
+                try:
+                    with self.telemetry.span("encode"):
+                        codec = "anchor" if flight.anchor else self.publishing.config.codec
+                        flight.delta = encode(flight.frames, codec, self.publishing.algorithm)
+                    flight.frames = None
+                except Exception as e:
+                    error = e
+            with self.telemetry.span("publish"):
+                outcome, self.lineage = publish(
+                    self.publishing,
+                    flight.delta,
+                    error,
+                    flight.version,
+                    self.lineage,
+                    flight.info,
+                    anchor=flight.anchor,
+                )
+        if not outcome.durable:
+            self._failed = True
+        elif not flight.anchor:
+            flight.delta = None
+        self.on_outcome(outcome)
+        with self._changed:
+            flight.outcome = outcome
+            self._changed.notify_all()
+
+
+def withdraw(snapshot: Snapshot, flights: Iterable[Flight]) -> None:
+    """XOR flights back out of the snapshot, in the order given (newest first).
+
+    *Stream*: on CPU, at once; on a GPU the caller runs it on the mask's stream.
+    """
+    for flight in flights:
+        if flight.anchor:
+            continue
+        if flight.delta is not None:
+            for entries in entries_of(snapshot.schema, flight.delta):
+                snapshot.xor_(entries)
+        else:
+            for frame in flight.frames or []:
+                snapshot.xor_(frame.entries)
+
+
+def error_of(outcome: Outcome, run: str) -> Exception:
+    """What a failed publication raises, the same on every rank."""
+    if outcome.fenced:
+        return SinkConflictError(f"version {outcome.version} of run {run!r}: {outcome.error}: stop this publisher")
+    return RankFailedError(f"publishing version {outcome.version} of run {run!r}", outcome.error)

@@ -1,0 +1,132 @@
+"""The snapshot: the bytes of the newest version that an owner keeps for its tiles.
+
+Third stop of the flow (plan -> snapshot -> mask -> encode -> gather -> publish). It is seeded from version 0 or rebuilt
+from the head's version, never from the trainer's values; the mask stage advances it tentatively, and a withdrawn
+version is XORed back out of it. Must not import receiver or an adapter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from megasync.digest import box_lanes
+from megasync.errors import MemoryPlanError
+from megasync.schema import Schema
+from megasync.tiles import spread
+from megasync.trainer.regions import Region
+from megasync.types import WORD_DTYPES, Box, Entries, Lanes
+
+_ALIGN = 16
+
+
+class Snapshot:
+    """Bytes of every owned region, row-major, one after the other in one arena.
+
+    *Memory*: owns the arena; only this class and the mask stage write to it.
+
+    Args:
+        schema: The run's schema.
+        regions: Owned regions in (tensor id, tile) order.
+        allocate: Makes the arena (uint8, contiguous) of a number of bytes; host memory by default.
+
+    Raises:
+        MemoryPlanError: The arena cannot be had, with the bytes needed.
+    """
+
+    def __init__(
+        self, schema: Schema, regions: Sequence[Region], allocate: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
+        self.schema = schema
+        self.regions = tuple(regions)
+        sizes = np.array([r.box.num_words * schema.tensors[r.tensor_id].word_nbytes for r in self.regions], np.int64)
+        padded = -(-sizes // _ALIGN) * _ALIGN
+        self.offsets = np.cumsum(padded) - padded
+        self.nbytes = int(padded.sum())
+        try:
+            self.arena = (allocate or _host)(self.nbytes)
+        except (RuntimeError, MemoryError) as e:
+            raise MemoryPlanError(
+                f"snapshot of {self.nbytes / 1e9:.2f} GB for {len(self.regions)} regions does not fit: {e}"
+            ) from e
+        self._of_tile: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, r in enumerate(self.regions):
+            self._of_tile[r.tensor_id, r.tile].append(i)
+
+    def words(self, i: int) -> np.ndarray:
+        """Words of region ``i`` (``<u{w}``, 1-D, writable view of a host arena)."""
+        region = self.regions[i]
+        dtype = WORD_DTYPES[self.schema.tensors[region.tensor_id].word_nbytes]
+        start, nbytes = int(self.offsets[i]), region.box.num_words * dtype.itemsize
+        return self.arena[start : start + nbytes].numpy().view(dtype)
+
+    def fill(self, read: Callable[[str, Box], np.ndarray]) -> None:
+        """Seed every region.
+
+        Args:
+            read: Gives the words of a box of a canonical tensor by name.
+        """
+        for i, region in enumerate(self.regions):
+            self.words(i)[:] = read(self.schema.tensors[region.tensor_id].name, region.box).reshape(-1)
+
+    def clear(self) -> None:
+        """All bytes to zero, the base of anchors."""
+        self.arena.zero_()
+
+    def xor_(self, entries: Entries) -> None:
+        """XOR the entries that fall in owned regions into the snapshot; others are passed over."""
+        stops = np.cumsum(entries.counts, dtype=np.int64)
+        for t in range(len(entries.tiles)):
+            key = int(entries.tensor_ids[t]), int(entries.tiles[t])
+            if key not in self._of_tile:
+                continue
+            span = slice(int(stops[t]) - int(entries.counts[t]), int(stops[t]))
+            position, values = entries.positions[span], entries.values[span]
+            for i in self._of_tile[key]:
+                inside, index = to_region(self.schema, self.regions[i], position)
+                self.words(i)[index] ^= values if inside is None else values[inside]
+
+    def lanes(self) -> Iterator[tuple[int, Lanes]]:
+        """Tensor id and digest sum of each region."""
+        for i, region in enumerate(self.regions):
+            shape = self.schema.grids[region.tensor_id].shape
+            yield region.tensor_id, box_lanes(shape, region.box, self.words(i))
+
+
+def _host(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def to_tile(schema: Schema, region: Region, index: np.ndarray) -> np.ndarray:
+    """Word index in the tile (int64) of words given by their index in the region."""
+    if region.whole:
+        return index
+    tile = schema.grids[region.tensor_id].box(region.tile)
+    start = np.array([[a - b for a, b in zip(region.box.start, tile.start, strict=True)]])
+    coords = spread(start, np.array([region.box.extent]), index)
+    flat = coords[0]
+    for extent, x in zip(tile.extent[1:], coords[1:], strict=True):
+        flat = flat * extent + x
+    return flat
+
+
+def to_region(schema: Schema, region: Region, position: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+    """Index in the region of words given by their position in the tile.
+
+    Returns:
+        Which words are inside (None: all), and the region index of those.
+    """
+    if region.whole:
+        return None, position.astype(np.int64)
+    tile = schema.grids[region.tensor_id].box(region.tile)
+    coords = spread(np.array([tile.start]), np.array([tile.extent]), position)
+    inside = np.ones(len(position), dtype=bool)
+    for x, start, extent in zip(coords, region.box.start, region.box.extent, strict=True):
+        inside &= (x >= start) & (x < start + extent)
+    flat = np.zeros(int(inside.sum()), dtype=np.int64)
+    for x, start, extent in zip(coords, region.box.start, region.box.extent, strict=True):
+        flat = flat * extent + x[inside] - start
+    return inside, flat

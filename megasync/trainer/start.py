@@ -1,0 +1,256 @@
+"""Start of a publisher: exporter -> metadata -> ownership plan -> regions -> snapshot, and version 0 or the head again.
+
+Called once by the callback, before the first training step. Must not import receiver or an adapter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from megasync.config import FirstDifference, PublishConfig
+from megasync.digest import XXH3_128, content_digest
+from megasync.errors import BaseMismatchError
+from megasync.manifest import Head, Manifest, decode_head, empty_table
+from megasync.schema import Schema, require_same
+from megasync.sinks.base import Sink
+from megasync.trainer.agree import agree, all_gather_bytes, broadcast_bytes, rank_of
+from megasync.trainer.exporter import Exporter
+from megasync.trainer.lineage import Lineage, start_lineage
+from megasync.trainer.mask import compact, words_of
+from megasync.trainer.metadata import exchange
+from megasync.trainer.plan import OwnershipPlan, make_plan
+from megasync.trainer.publish import HEAD_WRITER
+from megasync.trainer.regions import match_regions
+from megasync.trainer.replicas import check_replicas
+from megasync.trainer.seed import (
+    check_checkpoint,
+    fill_from_checkpoint,
+    fill_from_live,
+    fill_from_run,
+    require_root,
+    snapshot_sums,
+)
+from megasync.trainer.snapshot import Snapshot
+from megasync.versions.checkpoint import Checkpoint
+from megasync.versions.head import claim, move_head, write_manifest, write_schema, write_state_table
+from megasync.versions.publication import PublicationReader
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a publisher starts with.
+
+    Attributes:
+        schema: The run's schema.
+        plan: Who owns what.
+        snapshot: Seeded.
+        head: The head, claimed.
+        lineage: On the head writer.
+        needs_anchor: Version 0 is still to be published, as an anchor.
+    """
+
+    schema: Schema
+    plan: OwnershipPlan
+    snapshot: Snapshot
+    head: Head
+    lineage: Lineage | None
+    needs_anchor: bool
+
+
+def together(group: ProcessGroup | None, what: str, timeout_s: float, work: Callable[[], T]) -> T:
+    """Run local work on every rank; an error on one becomes the same error on all.
+
+    *Collective*: over ``group``; every rank must call it.
+    """
+    error: BaseException | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as e:
+        error = e
+    agree(group, error, what, timeout_s)
+    return result  # type: ignore[return-value]
+
+
+def start(
+    exporter: Exporter,
+    sink: Sink,
+    config: PublishConfig,
+    group: ProcessGroup | None,
+    base: Path | None,
+    allocate: Callable[[int], torch.Tensor] | None = None,
+) -> Started:
+    """Plan, claim the run, seed the snapshot.
+
+    *Collective*: over ``group`` (gloo); every rank must call it.
+
+    Args:
+        exporter: The trainer's weights.
+        sink: Where to publish.
+        config: Trainer-side configuration.
+        group: Control group.
+        base: Checkpoint that is version 0; None makes an anchor of the trainer's weights version 0 of a fresh run.
+        allocate: Makes the snapshot's arena.
+
+    Raises:
+        RankFailedError: With every rank's cause (plan errors, another schema, a snapshot that does not fit or match).
+    """
+    timeout = config.timeout_s
+    schema, holdings = exchange(config.run, exporter, group, timeout_s=timeout)
+    plan = together(group, "ownership plan", timeout, lambda: make_plan(schema, holdings))
+    _same_everywhere(group, plan.digest, "ownership plan", timeout)
+    me = rank_of(group)
+    pieces = together(group, "owned pieces", timeout, lambda: exporter.own(plan.owned(me).named_boxes(), schema.tensors))
+    regions = together(group, "owned regions", timeout, lambda: match_regions(schema, plan, me, pieces))
+    exporter.settle()
+    check_replicas(schema, holdings, exporter.pieces(), group, timeout_s=timeout)
+    if me == HEAD_WRITER:
+        log.info("megasync run %s: %s", config.run, plan.report())
+    snapshot = together(group, "snapshot", timeout, lambda: Snapshot(schema, regions, allocate))
+    head = _claim(sink, config, group)
+    reader = PublicationReader(sink, config.run, config.sign_key or None, timeout)
+    newest = _newest(reader, head, schema, group, timeout)
+    checkpoint = together(group, "checkpoint", timeout, lambda: Checkpoint(base) if base is not None else None)
+    try:
+        together(group, "seeding the snapshot", timeout, lambda: _seed(snapshot, reader, newest, checkpoint))
+    finally:
+        if checkpoint is not None:
+            checkpoint.close()
+    sums = _sum_over_ranks(group, snapshot_sums(snapshot), timeout)
+    lineage = start_lineage(schema, head, sums)
+    if newest is not None:
+        root = content_digest(lineage.states.tobytes(), XXH3_128)
+        together(group, "comparing the snapshot with the head", timeout, lambda: require_root(root, newest))
+        if config.first_difference is FirstDifference.REFUSE:
+            together(
+                group, "comparing the trainer with the head", timeout, lambda: _refuse_difference(snapshot, newest)
+            )
+    elif checkpoint is not None:
+        lineage = _publish_checkpoint(sink, config, group, lineage)
+    anchor = newest is None and checkpoint is None
+    if anchor:
+        lineage = Lineage(schema, head, -1, b"", np.zeros_like(sums), lineage.mix)
+    return Started(schema, plan, snapshot, lineage.head, lineage if rank_of(group) == HEAD_WRITER else None, anchor)
+
+
+def _seed(
+    snapshot: Snapshot, reader: PublicationReader, newest: Manifest | None, checkpoint: Checkpoint | None
+) -> None:
+    if newest is not None:
+        fill_from_run(snapshot, reader, newest, checkpoint)
+    elif checkpoint is not None:
+        check_checkpoint(snapshot.schema, checkpoint)
+        fill_from_checkpoint(snapshot, checkpoint)
+    else:
+        fill_from_live(snapshot)
+
+
+def _claim(sink: Sink, config: PublishConfig, group: ProcessGroup | None) -> Head:
+    data = b""
+    error: BaseException | None = None
+    if rank_of(group) == HEAD_WRITER:
+        try:
+            data = claim(sink, config.run, timeout_s=config.timeout_s).encode()
+        except Exception as e:
+            error = e
+    agree(group, error, f"claiming run {config.run!r}", config.timeout_s)
+    return decode_head(bytes(broadcast_bytes(group, data, "claimed head", config.timeout_s)), config.run)
+
+
+def _newest(
+    reader: PublicationReader, head: Head, schema: Schema, group: ProcessGroup | None, timeout_s: float
+) -> Manifest | None:
+    """The head's manifest on every rank, after its schema was compared with the trainer's."""
+
+    def read() -> Manifest | None:
+        if head.version < 0:
+            return None
+        manifest = reader.manifest(head.version, head.epoch, head.digest)
+        require_same(schema, reader.schema(manifest.schema_digest))
+        return manifest
+
+    return together(group, f"reading version {head.version}", timeout_s, read)
+
+
+def _sum_over_ranks(group: ProcessGroup | None, sums: np.ndarray, timeout_s: float) -> np.ndarray:
+    """Digest sums of all ranks added up; only rows that a rank owns travel."""
+    ids = np.flatnonzero(sums.any(axis=1)).astype("<u4")
+    mine = msgspec.msgpack.encode((ids.tobytes(), sums[ids].astype("<u8").tobytes()))
+    total = np.zeros_like(sums)
+    for told in all_gather_bytes(group, mine, "digest sums of the snapshot", timeout_s):
+        id_bytes, rows = msgspec.msgpack.decode(told, type=tuple[bytes, bytes])
+        total[np.frombuffer(id_bytes, "<u4")] += np.frombuffer(rows, "<u8").reshape(-1, 2)
+    return total
+
+
+def _same_everywhere(group: ProcessGroup | None, digest: bytes, what: str, timeout_s: float) -> None:
+    told = [bytes(d) for d in all_gather_bytes(group, digest, f"digest of the {what}", timeout_s)]
+    error = None
+    if len(set(told)) > 1:
+        error = BaseMismatchError(f"{what} differs between ranks: {', '.join(d.hex()[:8] for d in told)}")
+    agree(group, error, what, timeout_s)
+
+
+def _refuse_difference(snapshot: Snapshot, newest: Manifest) -> None:
+    differing = [
+        snapshot.schema.tensors[r.tensor_id].name
+        for i, r in enumerate(snapshot.regions)
+        if len(compact(snapshot.words(i), np.ascontiguousarray(words_of(r.data)).reshape(-1)))
+    ]
+    if differing:
+        raise BaseMismatchError(
+            f"the trainer starts elsewhere than version {newest.version} of run {newest.run!r}: {len(differing)} tiles "
+            f"differ, first in {differing[0]}; load that version, or set first_difference=publish"
+        )
+
+
+def _publish_checkpoint(sink: Sink, config: PublishConfig, group: ProcessGroup | None, lineage: Lineage) -> Lineage:
+    """Version 0 names the checkpoint by its state digests; no payload is written."""
+    error: BaseException | None = None
+    data = b""
+    if rank_of(group) == HEAD_WRITER:
+        try:
+            states = lineage.states
+            root = content_digest(states.tobytes(), XXH3_128)
+            manifest = Manifest(
+                "checkpoint",
+                config.run,
+                lineage.head.fence,
+                0,
+                -1,
+                b"",
+                lineage.schema.digest,
+                (),
+                empty_table(),
+                np.empty(0, "<u4"),
+                np.empty((0, 16), np.uint8),
+                np.empty((0, 16), np.uint8),
+                root,
+                0,
+                root,
+                key=config.sign_key or None,
+            )
+            write_schema(sink, lineage.schema, timeout_s=config.timeout_s)
+            write_state_table(sink, config.run, root, states.tobytes(), timeout_s=config.timeout_s)
+            write_manifest(sink, manifest, timeout_s=config.timeout_s)
+            head = move_head(sink, lineage.head, manifest, timeout_s=config.timeout_s)
+            data = head.encode()
+        except Exception as e:
+            error = e
+    agree(group, error, "publishing version 0", config.timeout_s)
+    head = decode_head(bytes(broadcast_bytes(group, data, "head of version 0", config.timeout_s)), config.run)
+    return replace(lineage, head=head, version=0, digest=head.digest)

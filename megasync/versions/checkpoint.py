@@ -1,0 +1,225 @@
+"""Checkpoints on disk: safetensors files read box by box and written stream by stream, every dtype, any size.
+
+Bytes are what counts here, so the data section is mapped and addressed directly; torch and numpy have no dtype for
+some of what safetensors knows. Used to seed snapshots, by the tools, and by anchors. Must not import trainer or receiver.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasync.errors import FormatError
+from megasync.tiles import TileGrid
+from megasync.types import DTYPE_NBYTES, WORD_DTYPES, Box, TensorSpec
+
+_MAX_HEADER_NBYTES = 100 << 20
+SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies.
+
+    Attributes:
+        name: Its name.
+        dtype: safetensors dtype name.
+        shape: Extents in words (bytes for packed dtypes: the last extent counts bytes).
+        file: The file.
+        offset: First byte in the file.
+        nbytes: Its bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, everything checked against the file's size.
+
+    Raises:
+        FormatError: Naming the file and the tensor.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        prefix = f.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER_NBYTES, size - 8):
+            raise FormatError(f"{file.name}: header of {length} bytes in a file of {size}; not a safetensors file")
+        try:
+            header = json.loads(f.read(length))
+            metadata = dict(header.pop("__metadata__", None) or {})
+            items = [
+                (str(n), str(t["dtype"]), tuple(map(int, t["shape"])), *map(int, t["data_offsets"]))
+                for n, t in header.items()
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise FormatError(f"{file.name}: unreadable header: {e}") from e
+    out: dict[str, StoredTensor] = {}
+    at = 0
+    for name, dtype, shape, start, stop in sorted(items, key=lambda t: (t[3], t[4])):
+        if dtype not in DTYPE_NBYTES:
+            raise FormatError(f"{file.name}: {name} has dtype {dtype}; known: {', '.join(DTYPE_NBYTES)}")
+        if start != at or stop < start or min(shape, default=0) < 0:
+            raise FormatError(f"{file.name}: {name} lies at {start}..{stop}, expected to start at {at}")
+        bits = prod(shape) * SUB_BYTE_BITS.get(dtype, 8 * DTYPE_NBYTES[dtype])
+        if bits % 8 or bits // 8 != stop - start:
+            raise FormatError(
+                f"{file.name}: {name} {dtype}{list(shape)} has {stop - start} bytes, expected {bits / 8:g}"
+            )
+        out[name] = StoredTensor(
+            name, dtype, _words(dtype, shape, stop - start), file, 8 + length + start, stop - start
+        )
+        at = stop
+    if 8 + length + at != size:
+        raise FormatError(f"{file.name}: {size} bytes, its header speaks of {8 + length + at}")
+    return out, metadata
+
+
+def _words(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
+    """Shape in words: sub-byte rows count bytes where a row is whole bytes, else the tensor is one row."""
+    if dtype not in SUB_BYTE_BITS or not shape:
+        return shape
+    bits = shape[-1] * SUB_BYTE_BITS[dtype]
+    return (*shape[:-1], bits // 8) if bits % 8 == 0 else (nbytes,)
+
+
+class Checkpoint:
+    """A checkpoint directory (or one file), mapped read-only. Close it, or use it as a context.
+
+    Args:
+        path: Directory with ``*.safetensors`` (and the index file where there are several), or one such file.
+
+    Raises:
+        FormatError: No such files, a broken header, or one name in two files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.tensors: dict[str, StoredTensor] = {}
+        self.metadata: dict[str, str] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        for file in checkpoint_files(self.path):
+            tensors, metadata = read_header(file)
+            if twice := tensors.keys() & self.tensors.keys():
+                raise FormatError(f"{self.path.name}: {', '.join(sorted(twice)[:5])} in more than one file")
+            self.tensors.update(tensors)
+            self.metadata.update(metadata)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap all files; views handed out keep their own map alive."""
+        self._maps.clear()
+
+    def words(self, name: str) -> np.ndarray:
+        """All words of a tensor, ``<u{w}`` in its shape in words (``(1,)`` for a scalar), mapped, read-only.
+
+        Raises:
+            KeyError: No such tensor.
+        """
+        t = self.tensors[name]
+        w = DTYPE_NBYTES[t.dtype]
+        if not t.nbytes:
+            return np.empty(t.shape, WORD_DTYPES[w])
+        if t.file not in self._maps:
+            with t.file.open("rb") as f:
+                self._maps[t.file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(self._maps[t.file], WORD_DTYPES[w], t.nbytes // w, t.offset).reshape(t.shape or (1,))
+
+    def box(self, name: str, box: Box) -> np.ndarray:
+        """Words of a box of a tensor; a view, read-only."""
+        return self.words(name)[tuple(slice(s, s + e) for s, e in zip(box.start, box.extent, strict=True))]
+
+    def tile(self, name: str, grid: TileGrid, tile: int) -> np.ndarray:
+        """Words of a tile of a tensor; a view, read-only."""
+        return self.box(name, grid.box(tile))
+
+    def forget(self) -> None:
+        """Drop mapped pages from this process's memory; they are read again when touched."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, by the index where there is one.
+
+    Raises:
+        FormatError: None found, or the index names a file that is missing or outside the directory.
+    """
+    if path.is_file():
+        return [path]
+    index = path / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise FormatError(f"{index.name} of {path.name} is unreadable: {e}") from e
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+                raise FormatError(f"{index.name} of {path.name} names the file {name!r}, which is not in the directory")
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not files:
+        raise FormatError(f"no safetensors files in {path}: give a checkpoint directory or file")
+    return files
+
+
+def header_bytes(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str] | None = None
+) -> bytes:
+    """Header of a safetensors file, its length prefix included, padded to 8 bytes.
+
+    Args:
+        tensors: Name, dtype, shape and bytes of each tensor, in the order of the data.
+        metadata: Strings for ``__metadata__``.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def specs_of(checkpoint: Checkpoint, layer_of: Any = None) -> Iterator[TensorSpec]:
+    """Specs of a checkpoint's tensors by naming convention alone (layer number and cut axis from the name)."""
+    for t in checkpoint.tensors.values():
+        yield TensorSpec(t.name, t.dtype, t.shape, layer=layer_of_name(t.name), cut=cut_of_name(t.name))
+
+
+_LAST = ("o_proj", "down_proj", "w2", "wo", "dense_4h_to_h", "out_proj")
+
+
+def cut_of_name(name: str) -> Any:
+    """``last`` for output projections, whose tensor-parallel cut runs along the last axis, else ``row``."""
+    parts = name.split(".")
+    return "last" if any(p in _LAST for p in parts[-2:]) else "row"
+
+
+def layer_of_name(name: str) -> int:
+    """The number after ``layers``, ``h`` or ``blocks`` in a dotted name, -1 where there is none."""
+    parts = name.split(".")
+    for word, number in zip(parts, parts[1:], strict=False):
+        if word in ("layers", "h", "blocks") and number.isdigit():
+            return int(number)
+    return -1

@@ -1,0 +1,133 @@
+"""Writing the end of a publication: claiming an epoch, the manifest, the head. The order is the guarantee.
+
+Payloads are durable, then ``write_manifest`` (exclusive create), then ``move_head`` (compare-and-swap under the fence).
+Used by trainer.publish, fold and the tools. Must not import trainer or receiver.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from megasync.errors import RetryError, SinkConflictError
+from megasync.manifest import Head, Manifest, check_run, decode_head, manifest_key, state_table_key
+from megasync.schema import Schema, schema_key
+from megasync.sinks.base import DEFAULT_TIMEOUT_S, Sink
+
+_ATTEMPTS = 8
+
+
+def claim(sink: Sink, run: str, *, publisher: bytes | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Head:
+    """Take the next fencing epoch: from now on only this publisher can move the head.
+
+    Args:
+        sink: Where.
+        run: Which run; created when it does not exist.
+        publisher: Token of the publisher, a fresh random one by default.
+        timeout_s: Longest wait for each sink operation.
+
+    Returns:
+        The head as it is now, with the new fence.
+
+    Raises:
+        SinkConflictError: Other publishers kept claiming meanwhile.
+    """
+    check_run(run)
+    publisher = publisher or secrets.token_bytes(8)
+    for _ in range(_ATTEMPTS):
+        raw = sink.read_head(run, timeout_s=timeout_s)
+        old = decode_head(raw, run) if raw is not None else Head(run, -1, 0, b"", 0)
+        new = replace(old, fence=old.fence + 1, publisher=publisher)
+        try:
+            sink.swap_head(run, raw, new.encode(), timeout_s=timeout_s)
+        except SinkConflictError:
+            continue
+        return new
+    raise SinkConflictError(f"run {run!r}: {_ATTEMPTS} claims of the head failed; another publisher keeps starting")
+
+
+def write_schema(sink: Sink, schema: Schema, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Write the run's schema under its digest; success where it is there already."""
+    sink.create(schema_key(schema.run, schema.digest), [schema.encoded], timeout_s=timeout_s)
+
+
+def write_state_table(
+    sink: Sink, run: str, digest: bytes, table: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> None:
+    """Write a table of state digests under its digest; success where it is there already."""
+    sink.create(state_table_key(run, digest), [table], timeout_s=timeout_s)
+
+
+def write_manifest(sink: Sink, manifest: Manifest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+    """Create a manifest exclusively; its payloads must be durable. Returns its bytes.
+
+    Raises:
+        SinkConflictError: Another manifest of this (version, epoch).
+    """
+    key = manifest_key(manifest.run, manifest.version, manifest.epoch)
+    return sink.create(key, [manifest.encoded], timeout_s=timeout_s)
+
+
+def move_head(sink: Sink, held: Head, manifest: Manifest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Head:
+    """Point the head at a durable manifest.
+
+    Args:
+        sink: Where.
+        held: The head this publisher last saw or wrote, with its own fence.
+        manifest: Of a higher version.
+        timeout_s: Longest wait.
+
+    Returns:
+        The new head.
+
+    Raises:
+        SinkConflictError: The head is no longer ``held``: another publisher fenced this one off.
+        RetryError: The answer was lost; whether the head moved is unknown (see ``settle_fate``).
+    """
+    if manifest.version <= held.version:
+        raise SinkConflictError(
+            f"run {held.run!r}: the head is at version {held.version} and only moves up, not to {manifest.version}"
+        )
+    new = replace(held, version=manifest.version, epoch=manifest.epoch, digest=manifest.digest)
+    sink.swap_head(held.run, held.encode(), new.encode(), timeout_s=timeout_s)
+    return new
+
+
+def settle_fate(
+    sink: Sink, held: Head, manifest: Manifest, *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> tuple[bool, Head]:
+    """Decide whether a version whose head write had no answer is durable.
+
+    The head is moved to (same version, next fence) by compare-and-swap, so a delayed write of the old fence must fail
+    from then on; what the head names at that moment is the truth.
+
+    Args:
+        sink: Where.
+        held: The head before the write in doubt.
+        manifest: The manifest in doubt.
+        timeout_s: Longest wait for each sink operation.
+
+    Returns:
+        Whether the manifest is durable, and the head to go on from.
+
+    Raises:
+        SinkConflictError: A publisher with a higher fence is alive.
+        RetryError: The sink does not answer: the fate stays unknown.
+    """
+    for _ in range(_ATTEMPTS):
+        raw = sink.read_head(held.run, timeout_s=timeout_s)
+        if raw is None:
+            raise SinkConflictError(f"run {held.run!r}: its head is gone from {sink.describe()}")
+        now = decode_head(raw, held.run)
+        if now.publisher != held.publisher:
+            raise SinkConflictError(
+                f"run {held.run!r}: the head has fence {now.fence} of publisher {now.publisher.hex()}, this one is "
+                f"{held.publisher.hex()} with fence {held.fence}: another one took over"
+            )
+        new = replace(now, fence=now.fence + 1)
+        try:
+            sink.swap_head(held.run, raw, new.encode(), timeout_s=timeout_s)
+        except SinkConflictError:
+            continue  # the delayed write landed in between: read again
+        return now.version == manifest.version and now.digest == manifest.digest, new
+    raise RetryError(f"run {held.run!r}: the head kept moving during {_ATTEMPTS} attempts to fence it")
