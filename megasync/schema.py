@@ -190,6 +190,8 @@ def decode_schema(data: bytes | memoryview, *, digest: bytes | None = None) -> S
     schema = Schema(document.run, tensors)
     if wrong := _faults(schema):
         raise FormatError("schema document refused: " + "; ".join(wrong[:20]))
+    # The stored bytes are the document, whoever wrote them: the digest is theirs, and encoding again would cost as much.
+    schema.__dict__["encoded"] = bytes(data)
     return schema
 
 

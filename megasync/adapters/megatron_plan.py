@@ -132,8 +132,9 @@ class _Planning:
         return ExportPlan(self.specs, list(self.pieces.values()), list(self.anchorages.values()))
 
     def _chunk(self, number: int, model: Any, metadata: Mapping[str, Any]) -> None:
-        memory = ChunkMemory(model)
         leaves, refused = read_leaves(model, metadata)
+        # After the leaves: asking for them makes a router turn its expert bias back to FP32, in new memory.
+        memory = ChunkMemory(model)
         self.refused += list(dict.fromkeys([*memory.refused, *refused]))
         config = model.config
         aliases = self.names.aliases(
@@ -176,9 +177,9 @@ class _Planning:
             return
         # A scalar has one row, like a vector of one.
         start, shape = leaf.start or (0,), leaf.shape or (1,)
-        if target.rows == "latent":
-            start, shape = _latent(leaf, start, shape, config)
         try:
+            if target.rows == "latent":
+                start, shape = _latent(leaf, start, shape, config)
             split = split_rows(target.rows, shape[0], len(target.names), config, self.vocab_size)
         except ValueError as e:
             self.refused.append(f"{leaf.name}: {e}")
@@ -209,6 +210,8 @@ def _latent(
     """
     is_query = "linear_q_down_proj" in leaf.key
     rows = config.q_lora_rank if is_query else config.kv_lora_rank + config.qk_pos_emb_head_dim
-    if shape[0] != rows and leaf.data.shape[0] == rows:
+    if shape[0] == rows:
+        return start, shape
+    if leaf.data.shape[0] == rows:
         return (0, *start[1:]), (rows, *shape[1:])
-    return start, shape
+    raise ValueError(f"{shape[0]} rows, but the configuration says {rows}")

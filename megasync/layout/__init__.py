@@ -4,7 +4,7 @@
 must import nothing of megasync but ``errors``, ``digest``, ``types`` and ``kernels``.
 """
 
-from megasync.layout.chain import compose, inverse, normalised
+from megasync.layout.chain import chained, inverse, normalised
 from megasync.layout.compose import Arrangement, arrange, with_copies
 from megasync.layout.encoding import decode_layouts, encode_layouts, layouts_digest
 from megasync.layout.modes import Digit, Layout, Remap
@@ -19,7 +19,7 @@ __all__ = [
     "ProbedPlan",
     "Remap",
     "arrange",
-    "compose",
+    "chained",
     "decode_layouts",
     "encode_layouts",
     "inverse",

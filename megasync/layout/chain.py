@@ -1,6 +1,6 @@
 """Chains, inverts and normalises records.
 
-`compose` sends a layout through a second one, `inverse` turns a record around, `normalised` gives the form with the
+`chained` sends a layout through a second one, `inverse` turns a record around, `normalised` gives the form with the
 fewest digits. Before it come records from `compose.Arrangement` or `probe`; after it the same kinds of record. This
 module must import nothing of megasync but ``errors`` and ``layout`` records.
 """
@@ -17,7 +17,7 @@ from megasync.layout.lines import Line, Piece, Term, piece_of, split_piece
 from megasync.layout.modes import MAX_DIGITS, Digit, Layout, Remap, Unit
 
 
-def compose(inner: Layout, outer: Layout) -> Layout:
+def chained(inner: Layout, outer: Layout) -> Layout:
     """Chains two layouts: canonical to intermediate, then intermediate to live.
 
     Args:

@@ -59,6 +59,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     unmapped: dict[_Name, str]
     derived: dict[_Name, str]
     empty: list[_Name]
+    absent: list[_Name]
     unstable: list[_Name]
 
 
@@ -74,6 +75,8 @@ class ProbedPlan:
         unmapped: Canonical names that a mask alone does not update, with the reason: value transforms, dropped tensors.
         derived: Live tensors that are computed from canonical ones, with the reason.
         empty: Live tensors without elements: the engine keeps their data elsewhere.
+        absent: Those of ``unmapped`` that no live tensor depends on: another rank's, dropped, or kept in an opaque
+            handle. Only the ranks together can tell; every canonical tensor must be held by one.
         unstable: Live tensors with bytes that differ between equal loads (uninitialised padding).
     """
 
@@ -83,6 +86,7 @@ class ProbedPlan:
     unmapped: Mapping[str, str]
     derived: Mapping[str, str]
     empty: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     unstable: tuple[str, ...] = ()
 
     @property
@@ -111,19 +115,24 @@ class ProbedPlan:
             out[name] = gather(layout, storages).view(dtype).reshape(extents)
         return out
 
-    def xor_(self, live: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]) -> None:
+    def xor_(
+        self, live: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor], *, skip_absent: bool = False
+    ) -> None:
         """Applies canonical masks to the live tensors in place.
 
         Args:
             live: Live tensors by name; written in place, addresses kept.
             masks: Canonical name to ``old XOR new``: any dtype of the canonical word size, extents of the whole tensor
                 or of the rank's slice, on the device of the live tensors. Names left out do not change.
+            skip_absent: Leave out masks of ``absent`` tensors; for a rank whose peers are known to hold them.
 
         Raises:
             ValueError: A mask has other extents or another word size than its tensor.
             PlanError: A mask is of an unmapped or unknown tensor, or the live tensors are not those of the plan;
                 nothing was written.
         """
+        if skip_absent:
+            masks = {n: m for n, m in masks.items() if n not in self.absent}
         refused = [f"{n}: {self.unmapped.get(n, 'not in the plan')}" for n in masks if n not in self.mapped]
         if refused:
             raise PlanError(f"masks cannot be applied, nothing was touched: {'; '.join(refused)}")
@@ -170,6 +179,7 @@ class ProbedPlan:
             unmapped={canonical(n): why for n, why in self.unmapped.items()},
             derived={live(n): why for n, why in self.derived.items()},
             empty=tuple(live(n) for n in self.empty),
+            absent=tuple(canonical(n) for n in self.absent),
             unstable=tuple(live(n) for n in self.unstable),
         )
 
@@ -187,6 +197,7 @@ class ProbedPlan:
             unmapped=dict(self.unmapped),
             derived=dict(self.derived),
             empty=sorted(self.empty),
+            absent=sorted(self.absent),
             unstable=sorted(self.unstable),
         )
         return msgspec.msgpack.encode(document, order="deterministic")
@@ -217,7 +228,9 @@ class ProbedPlan:
             for r in d.live
         )
         layouts = decode_layouts(d.layouts)
-        plan = ProbedPlan(specs, layouts, live, d.unmapped, d.derived, tuple(d.empty), tuple(d.unstable))
+        plan = ProbedPlan(
+            specs, layouts, live, d.unmapped, d.derived, tuple(d.empty), tuple(d.absent), tuple(d.unstable)
+        )
         if plan.encode() != data:
             raise FormatError("probed plan is not in its one encoding; probe again")
         plan.validate()

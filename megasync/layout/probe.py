@@ -16,10 +16,11 @@ import torch
 from megasync.errors import PlanError
 from megasync.layout.modes import Layout, Unit
 from megasync.layout.plan import LoadFn, ProbedPlan, Specs
-from megasync.layout.probe_codes import PACKED, Reader, Round, dtype_name, nibble_round, random_tensor, word_round
+from megasync.layout.probe_codes import Reader, Round, nibble_round, word_round
 from megasync.layout.probe_fit import NoFitError, fit
 from megasync.layout.probe_loads import Loads, covered_bytes, mismatched, sources_of
 from megasync.layout.probe_merge import layout_of
+from megasync.layout.probe_patterns import PACKED, dtype_name, random_tensor
 from megasync.layout.prove import validate, validate_all
 
 
@@ -176,6 +177,7 @@ def _plan(
         for name in sources:
             feeds.setdefault(name, []).append(live)
     unmapped: dict[str, str] = {}
+    absent: list[str] = []
     for name in specs:
         if name in feeds:
             why = reasons.get(name) or "value transform"
@@ -184,7 +186,11 @@ def _plan(
             unmapped[name] = f"{why}; live tensors computed from it: {feeds[name]}"
         elif name not in layouts:
             lost = f"; live tensors without elements: {list(empty)}" if empty else ""
-            unmapped[name] = reasons.get(name) or f"no live tensor depends on it: dropped, or kept elsewhere{lost}"
+            if not reasons.get(name):
+                absent.append(name)
+            unmapped[name] = reasons.get(name) or (
+                f"no live tensor depends on it: another rank's, dropped, or kept in an opaque handle{lost}"
+            )
     derived = {
         live: f"computed from {list(sources)}" if sources else "changes, but with no single canonical tensor"
         for live, sources in computed.items()
@@ -196,5 +202,6 @@ def _plan(
         unmapped=unmapped,
         derived=derived,
         empty=empty,
+        absent=tuple(absent),
         unstable=unstable,
     )

@@ -9,77 +9,20 @@ nothing of megasync.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import numpy as np
 import torch
 
+from megasync.layout.probe_patterns import ALPHABETS, NIBBLE, Alphabet, as_tensor, dtype_name
+
 CHECK_BITS = 28
 """Bits of hash that a code must match to be believed."""
 
 _CHUNK = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Alphabet:
-    """Bit patterns ``first + symbol`` for symbols below ``size``."""
-
-    first: int
-    size: int
-
-
-_FLOAT_8 = Alphabet(0x08, 119)
-_ALPHABETS: dict[str, Alphabet] = {
-    "bool": Alphabet(0, 2),
-    "uint8": Alphabet(1, 255),
-    "int8": Alphabet(1, 255),
-    "uint16": Alphabet(1, 1 << 15),
-    "int16": Alphabet(1, (1 << 15) - 1),
-    "uint32": Alphabet(1, 1 << 30),
-    "int32": Alphabet(1, 1 << 30),
-    "uint64": Alphabet(1, 1 << 40),
-    "int64": Alphabet(1, 1 << 40),
-    "bfloat16": Alphabet(0x3E00, 1024),
-    "float16": Alphabet(0x3000, 4096),
-    "float32": Alphabet(0x3F000000, 1 << 24),
-    "float64": Alphabet(0x3FE0 << 48, 1 << 40),
-    "complex64": Alphabet(0x3F000000_3F000000, 1 << 23),
-    "float8_e4m3fn": _FLOAT_8,
-    "float8_e4m3fnuz": _FLOAT_8,
-    "float8_e5m2": Alphabet(0x04, 120),
-    "float8_e5m2fnuz": Alphabet(0x04, 120),
-    "float8_e8m0fnu": Alphabet(0x40, 128),
-    "float4_e2m1fn_x2": Alphabet(1, 255),
-}
-_NIBBLE = Alphabet(1, 15)
-_EXPONENTS: dict[str, int] = {
-    "bfloat16": 0x7F80,
-    "float16": 0x7C00,
-    "float32": 0x7F800000,
-    "float64": 0x7FF0 << 48,
-    "complex64": 0x7F800000_7F800000,
-    "float8_e4m3fn": 0x78,
-    "float8_e4m3fnuz": 0x78,
-    "float8_e5m2": 0x7C,
-    "float8_e5m2fnuz": 0x7C,
-    "float8_e8m0fnu": 0x80,
-}
-PACKED = frozenset({"uint8", "int8", "int32", "float4_e2m1fn_x2"})
-"""dtypes that may hold 4-bit elements."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a torch dtype without its prefix.
-
-    Raises:
-        ValueError: The dtype cannot be probed.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if name not in _ALPHABETS:
-        raise ValueError(f"tensors of dtype {name} cannot be probed; supported are {sorted(_ALPHABETS)}")
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +159,9 @@ class Reader:
             offsets = np.flatnonzero(alive)
             atoms = numbers[offsets].astype(np.int64) - 1
             which = np.searchsorted(starts, atoms, side="right") - 1
-            order = np.argsort(which, kind="stable")
-            edges = np.searchsorted(which[order], np.arange(len(starts) + 1))
-            for i, t in enumerate(self._round.targets):
-                mine = order[edges[i] : edges[i + 1]]
-                kind = (t.alphabet.first, t.alphabet.size, t.dtype.itemsize)
-                if mine.size and kind == self._kinds[k]:
+            for i, mine in _by_target(which, len(starts)):
+                t = self._round.targets[i]
+                if (t.alphabet.first, t.alphabet.size, t.dtype.itemsize) == self._kinds[k]:
                     out[t.name][storage] = (atoms[mine] - t.first, offsets[mine])
         return out
 
@@ -231,69 +171,31 @@ class Reader:
         return data[: data.size // itemsize * itemsize].view(f"<u{itemsize}")
 
 
-def random_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator, *, finite: bool
-) -> torch.Tensor:
-    """A tensor of random bit patterns.
-
-    Args:
-        shape: Extents.
-        dtype: torch dtype.
-        rng: Source of the bits.
-        finite: Clear the top exponent bit where the exponent is all ones, so that no NaN and no infinity is among them.
-
-    Returns:
-        Tensor, CPU, contiguous.
-    """
-    name, size = dtype_name(dtype), dtype.itemsize
-    bits = np.frombuffer(rng.bytes(prod(shape) * size), dtype=f"<u{size}").copy()
-    if name == "bool":
-        bits &= 1
-    if finite and name in _EXPONENTS:
-        mask = _EXPONENTS[name]
-        parts = (mask & 0xFFFFFFFF, mask & ~0xFFFFFFFF) if name == "complex64" else (mask,)
-        for part in parts:
-            full = bits & np.array(part, bits.dtype) == part
-            top = 1 << (part.bit_length() - 1)
-            bits[full] &= np.array(~top & ((1 << (8 * size)) - 1), bits.dtype)
-    return as_tensor(bits, shape, dtype)
-
-
-def leveled_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator, low: float, high: float
-) -> torch.Tensor:
-    """A tensor of random patterns from a part of its dtype's alphabet, which is ordered as its values are.
-
-    Args:
-        shape: Extents.
-        dtype: torch dtype.
-        rng: Source of the symbols.
-        low: Start of the part, from 0 to 1.
-        high: End of the part.
-
-    Returns:
-        Tensor, CPU, contiguous.
-    """
-    alphabet = _ALPHABETS[dtype_name(dtype)]
-    first, last = int(low * alphabet.size), max(int(low * alphabet.size) + 1, int(high * alphabet.size))
-    symbols = rng.integers(first, last, prod(shape), dtype=np.uint64) + np.uint64(alphabet.first)
-    return as_tensor(symbols.astype(f"<u{dtype.itemsize}"), shape, dtype)
-
-
-def as_tensor(words: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Reads an array of words, or bytes, as a tensor of a dtype and shape, sharing memory."""
-    return torch.from_numpy(np.ascontiguousarray(words).view(np.uint8)).view(dtype).reshape(shape)
-
-
 def _round(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, nibbles: bool) -> Round:
     targets, first = [], 0
     for name, (shape, dtype) in specs.items():
         count = prod(shape) * (2 * dtype.itemsize if nibbles else 1)
-        alphabet = _NIBBLE if nibbles else _ALPHABETS[dtype_name(dtype)]
+        alphabet = NIBBLE if nibbles else ALPHABETS[dtype_name(dtype)]
         if count:
             targets.append(Target(name, tuple(shape), dtype, first, count, alphabet))
         first += count
     return Round(tuple(targets), nibbles)
+
+
+def _by_target(which: np.ndarray, count: int) -> Iterator[tuple[int, np.ndarray | slice]]:
+    """Where each target's entries are, in order; as slices or runs where targets follow one another."""
+    edges = np.flatnonzero(np.diff(which)) + 1
+    if edges.size > _CHUNK:
+        order = np.argsort(which, kind="stable")
+        bounds = np.searchsorted(which[order], np.arange(count + 1))
+        yield from ((i, order[bounds[i] : bounds[i + 1]]) for i in range(count) if bounds[i] < bounds[i + 1])
+        return
+    runs: dict[int, list[tuple[int, int]]] = {}
+    if which.size:
+        for a, b in pairwise([0, *edges.tolist(), which.size]):
+            runs.setdefault(int(which[a]), []).append((a, b))
+    for i, mine in runs.items():
+        yield i, slice(*mine[0]) if len(mine) == 1 else np.concatenate([np.arange(a, b) for a, b in mine])
 
 
 def _symbols(numbers: np.ndarray, index: int, digits: int, alphabet: Alphabet) -> np.ndarray:

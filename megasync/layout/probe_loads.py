@@ -17,7 +17,7 @@ from megasync.layout.evaluate import gather, xor_
 from megasync.layout.live import LiveTensor, describe, seen_bytes, snapshot
 from megasync.layout.modes import Layout
 from megasync.layout.plan import LoadFn, Specs
-from megasync.layout.probe_codes import leveled_tensor
+from megasync.layout.probe_patterns import leveled_tensor
 
 
 class Loads:

@@ -104,7 +104,7 @@ def e8m0_bytes(scale: torch.Tensor) -> torch.Tensor:
     """Bytes of power-of-two scales as ``F8_E8M0`` checkpoints store them: the biased exponent.
 
     Args:
-        scale: fp32, any shape, powers of two from 2^-126 to 2^127, as the ue8m0 and pow2 formulas make them.
+        scale: fp32, any shape, powers of two from 2^-127 to 2^127, as the ue8m0 and pow2 formulas make them.
 
     Returns:
         uint8 of the same shape.
@@ -116,12 +116,13 @@ def e8m0_values(raw: torch.Tensor) -> torch.Tensor:
     """Scales from ``F8_E8M0`` bytes.
 
     Args:
-        raw: uint8, any shape, 1 to 254.
+        raw: uint8, any shape, 0 to 254.
 
     Returns:
         fp32 of the same shape.
     """
-    return (raw.to(torch.int32) << 23).view(torch.float32)
+    bits = torch.where(raw == 0, 1 << 22, raw.to(torch.int32) << 23)  # 2^-127 is subnormal in fp32
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def fill_(

@@ -8,8 +8,10 @@ fetch and apply. Must not import a kernel or an engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
@@ -17,6 +19,8 @@ from megasync.receiver.sums import Sums
 from megasync.schema import Schema
 from megasync.types import Entries
 from megasync.versions.publication import decode_frame
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,11 @@ class Placed(ABC):
     def read_back(self) -> Sums:
         """Digest sums over the primary words at the touched positions, read from live memory now."""
 
+    def write_(self) -> Sums:
+        """``xor_``, then ``read_back``; backends that can do both while the words are near do."""
+        self.xor_()
+        return self.read_back()
+
     @abstractmethod
     def undo_(self) -> None:
         """Restore what ``prove`` read, wherever ``xor_`` stopped. Calling it again, or before ``xor_``, does no harm."""
@@ -98,5 +107,31 @@ class Backend(ABC):
             FormatError: A frame breaks a rule of the format: nothing was touched.
         """
 
-    def synchronize(self) -> None:  # noqa: B027
-        """Wait for the device; called after the writes, before anything is believed."""
+    def write_(self, placed: Sequence[Placed], pool: ThreadPoolExecutor | None) -> list[Sums]:
+        """Write everything and read it back. All writes have ended when this returns or raises.
+
+        Args:
+            placed: From ``place``, proven.
+            pool: Threads; None for the caller's.
+
+        Returns:
+            What ``Placed.read_back`` gives, for each.
+        """
+        alone = [p for p in placed if p.shared]
+        sums = run_all(pool, [p.write_ for p in placed if not p.shared])
+        return sums + [p.write_() for p in alone]
+
+    def undo_(self, placed: Sequence[Placed]) -> list[Sums]:
+        """Undo everything, newest first, and read it back."""
+        for p in reversed(placed):
+            p.undo_()
+        return [p.read_back() for p in placed]
+
+
+def run_all(pool: ThreadPoolExecutor | None, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run calls on a pool and wait for all of them, also where one raises; then raise the first error."""
+    if pool is None:
+        return [call() for call in calls]
+    futures = [pool.submit(call) for call in calls]
+    wait(futures)
+    return [f.result() for f in futures]

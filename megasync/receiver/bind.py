@@ -7,10 +7,12 @@ stage or apply.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import torch
 
@@ -29,6 +31,29 @@ from megasync.schema import Schema
 from megasync.types import WORD_DTYPES, Box
 
 _SHOWN = 50
+_log = logging.getLogger(__name__)
+
+
+class _Claims(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank tells the others: words with their primary place on it, by tensor, and its slices."""
+
+    words: bytes
+    slices: list[tuple[int, list[int], bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """A slice that one rank holds as a replica of another rank's primary.
+
+    Attributes:
+        tensor_id: The tensor.
+        replica: Rank of the replica.
+        primary: Rank of the primary.
+    """
+
+    tensor_id: int
+    replica: int
+    primary: int
 
 
 @dataclass
@@ -45,6 +70,7 @@ class Binding:
         excluded: Tensor id to reason: no rank of the engine holds it.
         group_ids: int64, ascending: tensors that the engine's ranks hold together, whole.
         marks: Identity of every live tensor that is written or derived.
+        mirrors: Replicas of whole slices, the same on every rank.
     """
 
     engine: Engine
@@ -55,6 +81,7 @@ class Binding:
     excluded: dict[int, str]
     group_ids: np.ndarray
     marks: dict[str, StorageMark]
+    mirrors: tuple[Mirror, ...]
     _first_tile: np.ndarray = field(repr=False)
     _needed: np.ndarray = field(repr=False)
     _views: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False)
@@ -77,6 +104,10 @@ class Binding:
         """Numbers of the frames that touch tiles of this rank's slices, ascending."""
         frame, ids, tiles = manifest.frames.touched
         return np.unique(frame[self.needs(ids, tiles)])
+
+    def replica_id(self, tensor_id: int) -> int:
+        """The id under which sums of words that are replicas here are kept apart from primaries."""
+        return tensor_id + len(self.schema.tensors)
 
     def check_alive(self) -> None:
         """See ``identity.check_alive``."""
@@ -125,13 +156,17 @@ def bind(engine: Engine, schema: Schema, *, shadow_limit_nbytes: int) -> Binding
         sizes = {n: s.numel() for n, s in storages.items()}
         validate_all({schema.tensors[i].name: x for i, x in layouts.items()}, sizes)
         leads = {i: Held.of(schema.tensors[i].name, x) for i, x in layouts.items()}
-        ballot.data = _coverage(schema, layouts).astype("<i8").tobytes()
+        ballot.data = msgspec.msgpack.encode(
+            _Claims(_coverage(schema, layouts).astype("<i8").tobytes(), _slices(leads))
+        )
         marks = mark_all(tensors, names)
-    total = np.sum([np.frombuffer(b, "<i8") for b in ballot.result], axis=0)
-    _check_coverage(schema, total, excluded, engine)
+    claims = [msgspec.msgpack.decode(b, type=_Claims) for b in ballot.result]
+    _check_coverage(schema, np.sum([np.frombuffer(c.words, "<i8") for c in claims], axis=0), excluded, engine)
     first_tile, needed = _needed_tiles(schema, layouts)
     group = np.array([i for i in range(len(schema.tensors)) if i not in excluded], dtype=np.int64)
-    return Binding(engine, schema, leads, storages, shadows, excluded, group, marks, first_tile, needed)
+    return Binding(
+        engine, schema, leads, storages, shadows, excluded, group, marks, _mirrors(claims), first_tile, needed
+    )
 
 
 def _resolve(
@@ -228,6 +263,25 @@ def _coverage(schema: Schema, layouts: Mapping[int, Layout]) -> np.ndarray:
         units = sum(r.num_units * (2 * x.word_nbytes // x.units_per_word(r)) for r in x.records if r.primary)
         out[i] = units // (2 * x.word_nbytes)
     return out
+
+
+def _slices(held: Mapping[int, Held]) -> list[tuple[int, list[int], bool]]:
+    """Tensor id, start and stop, and whether all words are primaries, of each slice that is all the one or the other."""
+    out = []
+    for i, h in held.items():
+        leading = {r.primary for r, ok in zip(h.layout.records, h.lead, strict=True) if ok}
+        if len(leading) == 1:
+            out.append((i, [*h.layout.start, *h.layout.stop], leading.pop()))
+    return out
+
+
+def _mirrors(claims: list[_Claims]) -> tuple[Mirror, ...]:
+    primary = {(i, tuple(box)): rank for rank, c in enumerate(claims) for i, box, ok in c.slices if ok}
+    replicas = [(i, tuple(box), rank) for rank, c in enumerate(claims) for i, box, ok in c.slices if not ok]
+    alone = sum((i, box) not in primary for i, box, _ in replicas)
+    if alone:
+        _log.warning("%d replicated slices have no rank with the same slice as primary: they are not compared", alone)
+    return tuple(Mirror(i, rank, primary[i, box]) for i, box, rank in replicas if (i, box) in primary)
 
 
 def _check_coverage(schema: Schema, total: np.ndarray, excluded: Mapping[int, str], engine: Engine) -> None:

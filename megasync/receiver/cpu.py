@@ -69,6 +69,17 @@ class CpuPlaced(Placed):
             assert run.old is not None, "prove() comes before xor_()"
             run.xor_(self._words)
 
+    def write_(self) -> Sums:
+        """See ``Placed.write_``: each run is compared while its lines are still in the cache."""
+        written = True
+        for run in self.runs:
+            assert run.old is not None, "prove() comes before write_()"
+            run.xor_(self._words)
+            written = self._is_written(run) and written
+        if written and self._sums is not None:
+            return self._sums[1]
+        return self.read_back()
+
     def read_back(self) -> Sums:
         """See ``Placed.read_back``.
 
@@ -143,6 +154,7 @@ class CpuBackend(Backend):
                 counts[chosen],
                 np.concatenate([positions[s] for s in spans]) if len(spans) > 1 else positions[spans[0]],
                 np.concatenate([values[s] for s in spans]) if len(spans) > 1 else values[spans[0]],
+                len(self.kinds.of),
             )
             if run is not None:
                 yield run

@@ -20,7 +20,7 @@ from megasync.receiver.backend import Placed
 from megasync.receiver.bind import Binding
 from megasync.receiver.leads import Held, inside
 from megasync.receiver.sums import Sums
-from megasync.types import WORD_DTYPES, Box, Entries
+from megasync.types import WORD_DTYPES, Box, Entries, Lanes
 
 
 def read_words(layout: Layout, live: Mapping[str, torch.Tensor]) -> np.ndarray:
@@ -53,6 +53,32 @@ def check_copies(name: str, held: Held, words: np.ndarray, live: Mapping[str, to
                 f"{name}: the engine's copies in {r.storage} of words {r.start}..{r.stop} differ from the first ones: load "
                 "the weights anew, or correct the adapter's list of copies"
             )
+
+
+def held_sums(binding: Binding, tensor_id: int, held: Held, words: np.ndarray) -> Sums:
+    """Digest sums of words of a (clipped) tensor: primaries under its id, replicas under ``Binding.replica_id``.
+
+    Args:
+        binding: The bound rank.
+        tensor_id: The tensor.
+        held: The tensor, or a part of it.
+        words: ``<u{w}`` in the slice's shape; 0 where they are not to count.
+    """
+    layout = held.layout
+    box = Box(layout.start, layout.slice_shape)
+    if held.whole:
+        return _row(tensor_id, box_lanes(layout.shape, box, words))
+    counted, here = held.counted(), held.here()
+    mine = words if counted is None else words * counted
+    found = [_row(tensor_id, box_lanes(layout.shape, box, mine))]
+    if counted is not None:
+        others = words * ~counted if here is None else words * (here & ~counted)
+        found.append(_row(binding.replica_id(tensor_id), box_lanes(layout.shape, box, others)))
+    return Sums.join(found)
+
+
+def _row(tensor_id: int, lanes: Lanes) -> Sums:
+    return Sums(np.array([tensor_id]), np.array([(lanes.a, lanes.b)], dtype=np.uint64))
 
 
 class MaskPlaced(Placed):
@@ -90,16 +116,9 @@ class MaskPlaced(Placed):
         return self._sums(old), self._sums(old ^ self.mask)
 
     def _sums(self, words: np.ndarray) -> Sums:
-        counted = self.held.counted()
-        if counted is not None and not counted.any():
-            return Sums.join([])
         if not self.whole:
             words = words * (self.mask != 0)
-        if counted is not None:
-            words = words * counted
-        layout = self.held.layout
-        lanes = box_lanes(layout.shape, Box(layout.start, layout.slice_shape), words)
-        return Sums(np.array([self.tensor_id]), np.array([(lanes.a, lanes.b)], dtype=np.uint64))
+        return held_sums(self.binding, self.tensor_id, self.held, words)
 
     def _xor(self, layout: Layout, mask: np.ndarray) -> None:
         device = self.binding.storages[layout.records[0].storage].device

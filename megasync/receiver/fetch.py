@@ -8,7 +8,7 @@ only so many ranges are in flight, so memory is bounded. Comes before stage. Mus
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -106,7 +106,7 @@ def fetch(
     *,
     in_flight: int = 4,
     fetched: Fetched | None = None,
-) -> Iterator[T]:
+) -> Generator[T, None, None]:
     """Read frames and hand them on.
 
     Args:

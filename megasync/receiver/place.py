@@ -21,6 +21,7 @@ def place_run(
     counts: np.ndarray,
     positions: np.ndarray,
     values: np.ndarray,
+    num_tensors: int,
 ) -> Run | None:
     """Evaluate a kind's layout at the changed words of some tiles.
 
@@ -32,6 +33,7 @@ def place_run(
         counts: int64 ``[T]``, changed words of each tile, none 0.
         positions: u32 ``[n]``.
         values: ``<u{w}`` ``[n]``.
+        num_tensors: Tensors of the schema; replicas are counted under id + this.
 
     Returns:
         The run, None where this rank holds none of the words.
@@ -63,7 +65,8 @@ def place_run(
     ends = np.cumsum(counts)
     bounds = np.array([0, *(int(ends[stop - 1]) for _, stop in segments)], dtype=np.int64)
     counted = _covered(units, kind.primary, len(values))
-    return Run(ids[[a for a, _ in segments]].astype(np.int64), bounds, flat, values, tuple(parts), counted)
+    tensor = ids[[a for a, _ in segments]].astype(np.int64)
+    return Run(tensor, tensor + num_tensors, bounds, flat, values, tuple(parts), counted)
 
 
 def coordinates(starts: np.ndarray, extents: np.ndarray, counts: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:

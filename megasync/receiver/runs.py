@@ -5,7 +5,7 @@ Made by ``place``, used by ``cpu``. Must import nothing above sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +70,7 @@ class Run:
 
     Attributes:
         ids: int64 ``[G]``, tensor of each segment.
+        replica_ids: int64 ``[G]``, under which sums of words that are replicas here are kept.
         bounds: int64 ``[G + 1]``, segments of the words by tensor.
         flat: int64 ``[n]``, canonical word number, for digest weights.
         values: ``<u{w}`` ``[n]``, old XOR new.
@@ -79,6 +80,7 @@ class Run:
     """
 
     ids: np.ndarray
+    replica_ids: np.ndarray
     bounds: np.ndarray
     flat: np.ndarray
     values: np.ndarray
@@ -87,11 +89,18 @@ class Run:
     old: np.ndarray | None = None
 
     def sums(self, *columns: np.ndarray) -> list[Sums]:
-        """Digest sums by tensor of several columns of the run's words."""
-        if self.counted is not None and not self.counted.any():
-            return [Sums.join([])] * len(columns)
-        mine = [c if self.counted is None else c * self.counted for c in columns]
-        return [Sums(self.ids, x) for x in sums_by_segment(self.flat, self.values.itemsize, self.bounds, mine)]
+        """Digest sums by tensor of several columns of the run's words; replicas apart, under ``replica_ids``."""
+        if self.counted is None:
+            return [Sums(self.ids, x) for x in self._lanes(columns)]
+        mine = self._lanes([c * self.counted for c in columns])
+        others = self._lanes([c * ~self.counted for c in columns])
+        return [
+            Sums(np.concatenate((self.ids, self.replica_ids)), np.concatenate((a, b)))
+            for a, b in zip(mine, others, strict=True)
+        ]
+
+    def _lanes(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return sums_by_segment(self.flat, self.values.itemsize, self.bounds, columns)
 
     @property
     def nbytes(self) -> int:

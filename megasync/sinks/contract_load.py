@@ -74,17 +74,17 @@ def check_large_object(place: Place) -> None:
 
     total = _LARGE_MIB * _MIB
     with place.open() as sink:
-        with peak(total + _SLACK_NBYTES, "creating 64 MiB"):
+        with peak(place, total + _SLACK_NBYTES, "creating 64 MiB"):
             expect(sink.create("run/large", parts()) == total, "all bytes were written")
         with place.open() as reader:
             out = bytearray(total)
-            with peak(_SLACK_NBYTES, "reading 64 MiB into memory"):
+            with peak(place, _SLACK_NBYTES, "reading 64 MiB into memory"):
                 reader.read_into("run/large", 0, memoryview(out))
             found = hashlib.sha1(out, usedforsecurity=False).digest()
             expect(found == digest.digest(), "a large object reads back as it was written")
-            with peak(total + _SLACK_NBYTES, "reading 64 MiB"):
+            with peak(place, total + _SLACK_NBYTES, "reading 64 MiB"):
                 expect(reader.read("run/large") == out, "a large object reads back as it was written")
-            with peak(_SLACK_NBYTES, "creating an equal object"):
+            with peak(place, _SLACK_NBYTES, "creating an equal object"):
                 expect(sink.create("run/large", [out]) == total, "an equal large object is success")
             out[-1] ^= 1
             with raises(SinkConflictError, what="a large object that differs in its last byte"):

@@ -24,7 +24,7 @@ from megasync.errors import SchemaMismatchError
 from megasync.manifest import check_run
 from megasync.sinks.base import Sink
 from megasync.telemetry import Telemetry
-from megasync.trainer.agree import agree, all_gather_bytes
+from megasync.trainer.agree import all_gather_bytes
 from megasync.trainer.exporter import Exporter
 from megasync.trainer.inflight import Flight, InFlight, error_of, withdraw
 from megasync.trainer.mask import MaskedFrame, anchor_frames, mask_regions
@@ -196,10 +196,12 @@ class MegasyncCallback:
     def _check_first(self, frames: list[MaskedFrame], error: Exception | None) -> None:
         """Refuse a first delta that is another model rather than a step; the snapshot is put back first."""
         state = self._running()
-        changed = sum(f.entries.num_changed * f.entries.word_nbytes for f in frames)
-        agree(state.control, error, "masking the first delta", self.config.timeout_s)
+        changed = -1 if error is not None else sum(f.entries.num_changed * f.entries.word_nbytes for f in frames)
         told = all_gather_bytes(state.control, msgspec.msgpack.encode(changed), "first density", self.config.timeout_s)
-        density = sum(msgspec.msgpack.decode(t, type=int) for t in told) / max(state.started.schema.nbytes, 1)
+        by_rank = [msgspec.msgpack.decode(t, type=int) for t in told]
+        if min(by_rank) < 0:
+            return  # a rank could not mask: the version fails on its way, and the next one is the first
+        density = sum(by_rank) / max(state.started.schema.nbytes, 1)
         state.checked_first = True
         if density <= self.config.max_first_density or state.started.needs_anchor:
             return

@@ -18,7 +18,7 @@ import xxhash
 from megasync.schema import Schema
 from megasync.trainer.plan_cells import cells_of
 from megasync.trainer.plan_fill import divide, fill, level, lower_bound, order_of
-from megasync.trainer.plan_holdings import Holdings, unpad
+from megasync.trainer.plan_holdings import Holdings, collector_paused, unpad
 from megasync.trainer.plan_report import BalanceReport, balance_report
 from megasync.trainer.plan_tiles import GridTable, Parts, part_boxes, parts_of
 from megasync.types import Box
@@ -85,7 +85,8 @@ class OwnershipPlan:
     Attributes:
         schema: The run's schema.
         holdings: What ranks hold as disjoint boxes (cells) that cover every tensor once.
-        parts: Their parts by tile; the parts of one holder set in one tile make a unit.
+        grids: The tile grids as columns.
+        parts: The cells' parts by tile; the parts of one holder set in one tile make a unit.
         owners: uint32 ``[U]``, rank that owns each unit.
         loads: int64 ``[ranks]``, bytes owned by each rank.
         optimum: Bytes that the fullest rank of any plan owns at least, given who holds what.
@@ -93,6 +94,7 @@ class OwnershipPlan:
 
     schema: Schema
     holdings: Holdings
+    grids: GridTable
     parts: Parts
     owners: np.ndarray
     loads: np.ndarray
@@ -114,11 +116,6 @@ class OwnershipPlan:
             state.update(len(column).to_bytes(8, "little"))
             state.update(np.ascontiguousarray(column).data)
         return state.digest()
-
-    @cached_property
-    def grids(self) -> GridTable:
-        """The tile grids as columns."""
-        return GridTable.of(self.schema)
 
     @property
     def part_owners(self) -> np.ndarray:
@@ -168,13 +165,15 @@ def make_plan(schema: Schema, holdings: Holdings) -> OwnershipPlan:
     world_size = holdings.world_size
     if world_size < 1 or int(holdings.sets.members.max(initial=0)) >= world_size:
         raise ValueError(f"holders up to rank {holdings.sets.members.max(initial=0)} in a world of {world_size} ranks")
-    cells = cells_of(schema, holdings)
-    parts = parts_of(GridTable.of(schema), cells)
+    with collector_paused():
+        cells = cells_of(schema, holdings)
+        grids = GridTable.of(schema, cells.starts.shape[1])
+    parts = parts_of(grids, cells)
     rows = parts.cells[parts.first]
     sizes = schema.word_nbytes.astype(np.int64)[cells.tensor_ids[parts.cells]] * parts.words
     weights = np.add.reduceat(sizes, parts.first) if len(parts.first) else np.empty(0, dtype=np.int64)
     owners, loads, optimum = _balance(cells.set_ids[rows], weights, cells)
-    return OwnershipPlan(schema, cells, parts, owners, loads, optimum)
+    return OwnershipPlan(schema, cells, grids, parts, owners, loads, optimum)
 
 
 def _balance(unit_sets: np.ndarray, weights: np.ndarray, cells: Holdings) -> tuple[np.ndarray, np.ndarray, int]:

@@ -18,7 +18,6 @@ from megasync.trainer.plan_holdings import (
     SetTable,
     brief_box,
     brief_ranks,
-    num_padded_axes,
     padded_shapes,
     require,
     unpad,
@@ -43,7 +42,7 @@ def cells_of(schema: Schema, holdings: Holdings) -> Holdings:
     Raises:
         PlanError: Listing boxes outside their tensor, or tensors with words that no rank holds.
     """
-    shapes = padded_shapes(schema)
+    shapes = padded_shapes(schema, holdings.starts.shape[1])
     live = np.array([not t.frozen for t in schema.tensors], dtype=bool) & (shapes.prod(axis=1) > 0)
     _check_bounds(schema, holdings, shapes)
     keep = live[holdings.tensor_ids] & (holdings.words > 0)
@@ -113,7 +112,6 @@ class _Pattern:
 
 def _split(schema: Schema, shapes: np.ndarray, odd: np.ndarray, held: Holdings) -> Holdings:
     """Replace the boxes of the tensors ``odd`` by cells."""
-    num_axes = num_padded_axes(schema)
     table = SetTable(held.sets[i] for i in range(len(held.sets)))
     begin = np.searchsorted(held.tensor_ids, odd, side="left").tolist()
     end = np.searchsorted(held.tensor_ids, odd, side="right").tolist()
@@ -146,7 +144,7 @@ def _split(schema: Schema, shapes: np.ndarray, odd: np.ndarray, held: Holdings) 
         sets += pattern.unions[owners]
     require(gaps, f"no rank holds some words of {len(gaps)} tensors", _ADVICE)
     stay = ~np.isin(held.tensor_ids, odd)
-    empty = np.empty((0, num_axes), dtype=np.int64)
+    empty = np.empty((0, shapes.shape[1]), dtype=np.int64)
     all_ids = np.concatenate([held.tensor_ids[stay], *ids])
     all_starts = np.concatenate([held.starts[stay], empty, *(p.starts for p in new)])
     all_extents = np.concatenate([held.extents[stay], empty, *(p.extents for p in new)])

@@ -6,7 +6,9 @@ extent 1) to one number of axes, so that numpy can work on all of them at once. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,14 +105,29 @@ class SetTable:
         return HolderSets.of(self._sets)
 
 
-def num_padded_axes(schema: Schema) -> int:
-    """Axes that boxes of this schema are padded to: as many as the widest tensor has, 1 at least."""
-    return max((len(t.shape) for t in schema.tensors), default=1) or 1
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Hold the garbage collector while many small records are made.
+
+    They have no cycles, and full collections over a growing heap of them would take most of the time (measured: 4.6 s of
+    5.5 s for the schema of 176,000 tensors).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def padded_shapes(schema: Schema) -> np.ndarray:
-    """Shape of every tensor with leading 1s, int64 ``[tensors, D]``."""
-    num_axes = num_padded_axes(schema)
+def num_axes_of(schema: Schema) -> np.ndarray:
+    """Axes of every tensor, int64 ``[tensors]``; 0 for scalars."""
+    return np.fromiter((len(t.shape) for t in schema.tensors), dtype=np.int64, count=len(schema.tensors))
+
+
+def padded_shapes(schema: Schema, num_axes: int) -> np.ndarray:
+    """Shape of every tensor with leading 1s, int64 ``[tensors, num_axes]``."""
     out = np.ones((len(schema.tensors), num_axes), dtype=np.int64)
     by_length: dict[int, list[int]] = {}
     for i, tensor in enumerate(schema.tensors):

@@ -7,19 +7,28 @@ Spec rows are compared as bytes and decoded once each. Must not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 
 from megasync.errors import FormatError, PlanError
 from megasync.schema import Schema, decode_schema, make_schema
-from megasync.trainer.plan_holdings import HolderSets, Holdings, SetTable, brief_ranks, num_padded_axes, require
+from megasync.trainer.plan_holdings import (
+    HolderSets,
+    Holdings,
+    SetTable,
+    brief_ranks,
+    collector_paused,
+    num_axes_of,
+    require,
+)
 from megasync.types import DTYPE_NBYTES, Box, CutAxis, TensorSpec
 
 _FORMAT = 1
 
 
-class _Spec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+class _Spec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -30,6 +39,9 @@ class _Spec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     aliases: tuple[str, ...]
     formula: str
     group: str
+
+
+_SPEC = msgspec.msgpack.Decoder(_Spec)
 
 
 class _Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -54,6 +66,7 @@ class _Merged(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
     members: bytes = b""
 
 
+@collector_paused()
 def describe(specs: Sequence[TensorSpec], boxes: Iterable[tuple[str, Box]]) -> bytes:
     """Describe what one rank holds.
 
@@ -69,9 +82,7 @@ def describe(specs: Sequence[TensorSpec], boxes: Iterable[tuple[str, Box]]) -> b
     """
     ordered = sorted(set(specs), key=lambda t: t.name)
     index = {t.name: i for i, t in enumerate(ordered)}
-    faults = [
-        f"{a.name} has two specs: {a} and {b}" for a, b in zip(ordered, ordered[1:], strict=False) if a.name == b.name
-    ]
+    faults = [f"{a.name} has two specs: {a} and {b}" for a, b in pairwise(ordered) if a.name == b.name]
     faults += [
         f"{t.name} has dtype {t.dtype}, which format 1 does not know" for t in ordered if t.dtype not in DTYPE_NBYTES
     ]
@@ -97,6 +108,7 @@ def describe(specs: Sequence[TensorSpec], boxes: Iterable[tuple[str, Box]]) -> b
     return msgspec.msgpack.encode(_Description(_FORMAT, table, rows.tobytes(), coords.tobytes()))
 
 
+@collector_paused()
 def merge(run: str, classes: Sequence[tuple[Sequence[int], bytes | memoryview]]) -> tuple[Schema, Holdings]:
     """Put the descriptions of all classes together; pure.
 
@@ -153,12 +165,12 @@ def _collapse(
         (ids[1:] != ids[:-1]) | (starts[1:] != starts[:-1]).any(axis=1) | (extents[1:] != extents[:-1]).any(axis=1)
     )
     first = np.flatnonzero(new)
-    stops = np.r_[first[1:], len(ids)] * 4
+    bounds = (np.r_[first, len(ids)] * 4).tolist()
     raw = owner.astype("<u4").tobytes()
     table = SetTable()
     sets: dict[bytes, int] = {}
     set_ids = np.empty(len(first), dtype=np.uint32)
-    for i, (a, b) in enumerate(zip((first * 4).tolist(), stops.tolist(), strict=True)):
+    for i, (a, b) in enumerate(pairwise(bounds)):
         key = raw[a:b]
         if key not in sets:
             sets[key] = table.add(np.concatenate([ranks[c] for c in np.frombuffer(key, dtype="<u4")]))
@@ -169,8 +181,9 @@ def _collapse(
 
 def _padded(schema: Schema, ids: np.ndarray, coords: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Starts and extents with leading axes from the packed column, whose rows are as long as their tensor has axes."""
-    num_axes = num_padded_axes(schema)
-    axes = np.array([len(t.shape) for t in schema.tensors], dtype=np.int64)[ids]
+    all_axes = num_axes_of(schema)
+    num_axes = max(int(all_axes.max(initial=0)), 1)
+    axes = all_axes[ids]
     ends = np.cumsum(2 * axes)
     if (int(ends[-1]) if len(ends) else 0) != len(coords):
         raise PlanError(
@@ -188,12 +201,13 @@ def _padded(schema: Schema, ids: np.ndarray, coords: np.ndarray) -> tuple[np.nda
 
 def _packed(schema: Schema, held: Holdings) -> np.ndarray:
     """The inverse of ``_padded``."""
-    axes = np.array([len(t.shape) for t in schema.tensors], dtype=np.int64)[held.tensor_ids]
+    axes = num_axes_of(schema)[held.tensor_ids]
     real = np.arange(held.starts.shape[1]) >= held.starts.shape[1] - axes[:, None]
     both = np.concatenate([held.starts, held.extents], axis=1)
     return both[np.concatenate([real, real], axis=1)].astype("<i8")
 
 
+@collector_paused()
 def encode_merged(schema: Schema, held: Holdings) -> bytes:
     """What all ranks hold, for the broadcast."""
     columns = (
@@ -211,6 +225,7 @@ def refusal(error: Exception) -> bytes:
     return msgspec.msgpack.encode(_Merged(str(error)))
 
 
+@collector_paused()
 def decode_merged(document: memoryview | bytes) -> tuple[Schema, Holdings]:
     """The inverse of ``encode_merged``.
 
@@ -238,7 +253,7 @@ def _fields(t: TensorSpec) -> tuple:
 
 def _spec_of(row: bytes) -> TensorSpec:
     try:
-        s = msgspec.msgpack.decode(row, type=_Spec)
+        s = _SPEC.decode(row)
     except msgspec.MsgspecError as e:
         raise PlanError(f"a tensor's description cannot be read: {e}; do all ranks run one version?") from e
     return TensorSpec(s.name, s.dtype, s.shape, s.layer, s.cut, s.block, s.frozen, s.aliases, s.formula, s.group)
@@ -246,6 +261,8 @@ def _spec_of(row: bytes) -> TensorSpec:
 
 def _refuse_conflicts(specs: list[TensorSpec], ranks: list[Sequence[int]], mentions: list[np.ndarray]) -> None:
     """Raise where one name has several specs, naming the ranks of each."""
+    if len({s.name for s in specs}) == len(specs):
+        return
     by_name: dict[str, list[int]] = {}
     for row, spec in enumerate(specs):
         by_name.setdefault(spec.name, []).append(row)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megasync.schema import Schema
-from megasync.tiles import TileGrid
-from megasync.trainer.plan_holdings import Holdings, num_padded_axes
+from megasync.trainer.plan_holdings import Holdings
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +32,15 @@ class GridTable:
     num: np.ndarray
 
     @classmethod
-    def of(cls, schema: Schema) -> GridTable:
-        """The table of a schema; empty tensors get a row that nothing may look at."""
-        num_axes = num_padded_axes(schema)
-        rows: dict[TileGrid, int] = {}
-        kind = np.array([rows.setdefault(grid, len(rows)) for grid in schema.grids], dtype=np.int64)
+    def of(cls, schema: Schema, num_axes: int) -> GridTable:
+        """The table of a schema, padded to ``num_axes``; empty tensors get a row that nothing may look at."""
+        # By identity: make_grid gives equal tensors one object, and hashing a grid costs more than all else here.
+        rows: dict[int, int] = {}
+        kind = np.array([rows.setdefault(id(grid), len(rows)) for grid in schema.grids], dtype=np.int64)
         columns = np.ones((4, len(rows), num_axes), dtype=np.int64)
-        for grid, row in rows.items():
+        by_id = {id(grid): grid for grid in schema.grids}
+        for key, row in rows.items():
+            grid = by_id[key]
             for axis, cut in enumerate(grid.axes, start=num_axes - len(grid.axes)):
                 if cut.extent:
                     columns[:, row, axis] = cut.band, cut.size, cut.pieces, cut.num

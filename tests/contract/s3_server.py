@@ -177,6 +177,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._planned()
         start = unquote(urlsplit(self.path).path).rstrip("/") + "/"
         with self.server.lock:
-            for piece in body.split("<Key>")[1:]:
-                self.server.objects.pop(start + piece.split("</Key>")[0], None)
-        self._answer(200, b'<?xml version="1.0"?><DeleteResult></DeleteResult>', {"Content-Type": "application/xml"})
+            keys = [piece.split("</Key>")[0] for piece in body.split("<Key>")[1:]]
+            for key in keys:
+                self.server.objects.pop(start + key, None)
+        deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        text = f'<?xml version="1.0"?><DeleteResult>{deleted}</DeleteResult>'
+        self._answer(200, text.encode(), {"Content-Type": "application/xml"})

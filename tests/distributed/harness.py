@@ -251,7 +251,7 @@ def _rank_main(rank: int, world_size: int, blob: bytes, pipe: Connection) -> Non
         if sys.platform == "linux":
             # Without it gloo resolves the host name, which containers often cannot.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with open(f"{job.stacks}-{rank}", "w") as stacks:
+        with Path(f"{job.stacks}-{rank}").open("w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             fn = _load_function(job)
             if job.backend:
@@ -266,7 +266,7 @@ def _rank_main(rank: int, world_size: int, blob: bytes, pipe: Connection) -> Non
             report = pickle.dumps((value, ""))
             if dist.is_initialized():
                 dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001  (the parent shows it, whatever it is)
+    except BaseException:
         # Reported before anything else may hang: peers find their connection closed and fail too.
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
         pipe.close()
@@ -286,7 +286,8 @@ def _load_function(job: _Job) -> Callable[..., Any]:
         module = importlib.import_module(job.module)
     except ImportError:
         spec = importlib.util.spec_from_file_location(job.module, job.file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[job.module] = module
         spec.loader.exec_module(module)

@@ -64,7 +64,7 @@ def _config(kind: str, m: TinyModel) -> dict[str, Any]:
         "routed_scaling_factor": 1.0,
     }
     if kind == "Qwen3Moe":
-        config |= moe | {"num_experts": m.num_experts, "mlp_only_layers": [i for i in range(dense_first)]}
+        config |= moe | {"num_experts": m.num_experts, "mlp_only_layers": list(range(dense_first))}
     if kind == "Glm4Moe":
         config |= moe | routed | {"use_qk_norm": m.qk_norm}
         config["rope_parameters"]["partial_rotary_factor"] = 1.0

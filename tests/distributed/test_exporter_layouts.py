@@ -196,12 +196,14 @@ def test_case_50_expert_bias_stays_fp32_in_a_bf16_model(reports: Reports) -> Non
     ranks = reports(2, "ep2-bf16")
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     specs = specs_of(ranks)
-    assert specs[bias].dtype == "F32" and specs[bias].shape == (4,)
+    assert specs[bias].dtype == "F32"
+    assert specs[bias].shape == (4,)
     assert {s.dtype for n, s in specs.items() if n != bias} == {"BF16"}
     for rank in ranks:
         volatile = [p for p in rank.parts if p.volatile]
         assert [p.name for p in volatile] == [bias]
-        assert volatile[0].data.dtype == torch.float32 and volatile[0].data.abs().max() > 0
+        assert volatile[0].data.dtype == torch.float32
+        assert volatile[0].data.abs().max() > 0
 
 
 def test_case_56_expert_names_are_global(reports: Reports) -> None:

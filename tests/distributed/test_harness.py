@@ -51,12 +51,14 @@ def test_every_traceback_is_shown(tmp_path: Path) -> None:
         run_ranks(_fail_on_one, 2, tmp_path)
     text = str(caught.value)
     assert "KeyError: 'only rank one'" in text
-    assert "--- rank 0 of 2 ---" in text and "dist.barrier()" in text
+    assert "--- rank 0 of 2 ---" in text
+    assert "dist.barrier()" in text
 
 
 def test_a_killed_rank_is_reported(tmp_path: Path) -> None:
     outcomes = collect_ranks(_die, 2, tmp_path, backend="")
-    assert outcomes[0].value == 0 and not outcomes[0].error
+    assert outcomes[0].value == 0
+    assert not outcomes[0].error
     assert "exit code -9" in outcomes[1].error
 
 

@@ -235,9 +235,7 @@ def dense_cases() -> list[Case]:
                     N.cut_evenly((320, 450), 0, word_nbytes=1, tp_rank=1, tp_size=2).interleave(0, 64, 1), "s"
                 )
             },
-            lambda w: {
-                "s": swizzle_blockscale(interleave_groups(torch.zeros(160, 450, dtype=U8), w["s"][160:], 64))
-            },
+            lambda w: {"s": swizzle_blockscale(interleave_groups(torch.zeros(160, 450, dtype=U8), w["s"][160:], 64))},
         ),
     ]
     return cases
@@ -372,9 +370,7 @@ def expert_cases() -> list[Case]:
                 shuffle_matrix(interleave_halves(torch.cat([pad_to(u, 128, 7), pad_to(g, 128, 7)])), MAP_32)
             ),
             w2=lambda d: swizzle_blockscale(shuffle_matrix(pad_to(d, 256, 100), MAP_32)),
-            w13_layout=lambda part, s, p, st: E.w13_trtllm(
-                part, s, p, st, word_nbytes=1, steps=E.shuffled_32_swizzled
-            ),
+            w13_layout=lambda part, s, p, st: E.w13_trtllm(part, s, p, st, word_nbytes=1, steps=E.shuffled_32_swizzled),
             w2_layout=w2_steps(1, E.shuffled_32_swizzled, row_multiple=256),
         ),
         moe_case(
@@ -384,9 +380,7 @@ def expert_cases() -> list[Case]:
             dtype=BF16,
             w13=lambda g, u: block_layout(shuffle_matrix(interleave_halves(torch.cat([u, g])), MAP_32), 64),
             w2=lambda d: block_layout(shuffle_matrix(d, MAP_32), 64),
-            w13_layout=lambda part, s, p, st: E.w13_trtllm(
-                part, s, p, st, word_nbytes=2, steps=E.block_major(32, 64)
-            ),
+            w13_layout=lambda part, s, p, st: E.w13_trtllm(part, s, p, st, word_nbytes=2, steps=E.block_major(32, 64)),
             w2_layout=w2_steps(2, E.block_major(32, 64)),
         ),
         moe_case(

@@ -1,0 +1,170 @@
+"""Tables of the compaction: pieces of live rows beside their snapshot bytes. Host work, done once while addresses stay.
+
+Comes after the ownership plan (regions) and ``compact_runs``, before ``compact``. Must import nothing of megasync but
+kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megasync.kernels.planes import segments_of
+from megasync.kernels.compact_runs import PIECE_COLUMNS, Region, Run, in_order, pieces_of, runs_of
+from megasync.kernels.scatter_plan import Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive segments handled together.
+
+    Attributes:
+        segments: First segment and end.
+        pieces: First piece and end.
+        snapshot: First snapshot byte that the pieces read and end.
+    """
+
+    segments: tuple[int, int]
+    pieces: tuple[int, int]
+    snapshot: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CompactPlan:
+    """The compaction of some tiles of one word size.
+
+    Attributes:
+        word_nbytes: 1, 2, 4 or 8.
+        num_tensors: Tensors; lanes have as many rows.
+        tiles: The tiles; planes have their segments in this order.
+        segment_words: int64 ``[S]``, words of each whole segment.
+        regions: As given; they hold the live tensors.
+        canonical: int64 ``[num_tensors, A]``, canonical shapes.
+        rows: int64 ``[P, PIECE_COLUMNS]`` on the host, by segment and position.
+        vector_nbytes: int64 ``[P]``, bytes of a vector of each piece.
+        table: ``rows`` on the device.
+        first_piece: int64 ``[S + 1]`` on the host: pieces before each segment.
+        first_piece_table: int32, the same on the device.
+        device: Where the live words are.
+    """
+
+    word_nbytes: int
+    num_tensors: int
+    tiles: Tiles
+    segment_words: np.ndarray
+    regions: tuple[Region, ...]
+    canonical: np.ndarray
+    rows: np.ndarray
+    vector_nbytes: np.ndarray
+    table: torch.Tensor
+    first_piece: np.ndarray
+    first_piece_table: torch.Tensor
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Live bytes compared."""
+        return int((self.rows[:, 6] * self.vector_nbytes).sum())
+
+    def spans(self, max_nbytes: int) -> Iterator[Span]:
+        """Cuts the plan into spans of whole segments of about ``max_nbytes`` live bytes (at least one segment each)."""
+        nbytes = np.append(0, np.cumsum(self.rows[:, 6] * self.vector_nbytes))
+        ends = nbytes[self.first_piece]
+        begin = 0
+        while begin < len(self.segment_words):
+            end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + max_nbytes, side="right")) - 1)
+            pieces = (int(self.first_piece[begin]), int(self.first_piece[end]))
+            rows, vector = self.rows[slice(*pieces)], self.vector_nbytes[slice(*pieces)]
+            low = rows[:, 7] + rows[:, 5] * vector
+            high = low + rows[:, 6] * vector
+            yield Span((begin, end), pieces, (int(low.min(initial=1 << 62)), int(high.max(initial=0))))
+            begin = end
+
+
+def plan_compact(
+    word_nbytes: int, shapes: Sequence[Sequence[int]], tiles: Tiles, regions: Sequence[Region], snapshot_nbytes: int
+) -> CompactPlan:
+    """Makes the tables of a compaction.
+
+    Args:
+        word_nbytes: 1, 2, 4 or 8.
+        shapes: Canonical shape of each tensor, in words; ``()`` is a scalar.
+        tiles: The tiles; a tile may be listed twice, with regions that do not meet.
+        regions: All regions, in any order; together they may cover a tile or only a part of it.
+        snapshot_nbytes: Bytes of the snapshot.
+
+    Returns:
+        The plan, valid while the live tensors stay where they are (it holds them).
+
+    Raises:
+        ValueError: When a region leaves its tile or the snapshot, or live words have another size or device.
+    """
+    axes = tiles.starts.shape[1]
+    canonical = np.ones((len(shapes), axes), dtype=np.int64)
+    for i, shape in enumerate(shapes):
+        canonical[i, axes - len(shape) :] = shape
+    devices = {r.live.device for r in regions}
+    if len(devices) > 1:
+        raise ValueError(f"live words are on several devices: {sorted(map(str, devices))}; make one plan for each")
+    by_tile: dict[int, list[Run]] = {}
+    for region in regions:
+        _check_region(word_nbytes, tiles, region, snapshot_nbytes)
+        corner, extent = tiles.starts[region.tile].tolist(), tiles.extents[region.tile].tolist()
+        by_tile.setdefault(region.tile, []).extend(
+            runs_of(canonical[tiles.tensors[region.tile]].tolist(), corner, extent, region)
+        )
+    tile_of, number, segment_words = segments_of(tiles.words)
+    first_segment = np.searchsorted(tile_of, np.arange(len(tiles.tensors)))
+    rows: list[np.ndarray] = []
+    vectors: list[np.ndarray] = []
+    for tile in sorted(by_tile):
+        for run in in_order(by_tile[tile]):
+            made, vector = pieces_of(run, int(tiles.tensors[tile]), int(first_segment[tile]))
+            rows.append(made)
+            vectors.append(np.full(len(made), vector, dtype=np.int64))
+    table = np.concatenate(rows) if rows else np.zeros((0, PIECE_COLUMNS), dtype=np.int64)
+    first = np.searchsorted(table[:, 13], np.arange(len(segment_words) + 1))
+    device = devices.pop() if devices else torch.device("cpu")
+    return CompactPlan(
+        word_nbytes,
+        len(shapes),
+        tiles,
+        segment_words,
+        tuple(regions),
+        canonical,
+        table,
+        np.concatenate(vectors) if vectors else np.zeros(0, dtype=np.int64),
+        torch.from_numpy(table).to(device),
+        first,
+        torch.from_numpy(first.astype(np.int32)).to(device),
+        device,
+    )
+
+
+def _check_region(w: int, tiles: Tiles, region: Region, snapshot_nbytes: int) -> None:
+    """Refuses a region that leaves its tile or the snapshot, or whose words have another size.
+
+    Raises:
+        ValueError: See above.
+    """
+    if region.live.element_size() != w:
+        raise ValueError(f"region of tile {region.tile} has {region.live.element_size()}-byte words, the plan {w}")
+    if not 0 <= region.tile < len(tiles.tensors):
+        raise ValueError(f"region names tile {region.tile} of {len(tiles.tensors)}")
+    end = region.snapshot_offset + region.live.numel() * w
+    if region.snapshot_offset < 0 or region.snapshot_offset % w or end > snapshot_nbytes:
+        raise ValueError(
+            f"region of tile {region.tile} takes snapshot bytes {region.snapshot_offset} to {end} of "
+            f"{snapshot_nbytes}, on multiples of {w}"
+        )
+    start, extent = tiles.starts[region.tile], tiles.extents[region.tile]
+    pad = len(start) - len(region.start)
+    low = np.concatenate((np.zeros(pad, dtype=np.int64), region.start)) - start
+    size = np.concatenate((np.ones(pad, dtype=np.int64), region.live.shape))
+    if len(region.start) != region.live.dim() or (low < 0).any() or (low + size > extent).any():
+        raise ValueError(
+            f"region {region.start} + {tuple(region.live.shape)} leaves tile {region.tile}: {start} + {extent}"
+        )

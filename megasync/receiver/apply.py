@@ -1,0 +1,180 @@
+"""Apply: the pause. Live weights are changed, read back and proven, or put back as they were.
+
+Status ``updating`` is durable before the engine pauses, and every rank votes between the steps, so that all ranks of an
+engine end at one version. A failure after the first write is undone inside the pause; a failure of the undo is recorded as
+``tainted`` before anything else. Comes after stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from megasync.errors import TaintedError, UndoneError
+from megasync.receiver.backend import Backend
+from megasync.receiver.bind import Binding
+from megasync.receiver.engine import Derivation
+from megasync.receiver.ledger import check_after
+from megasync.receiver.stage import Proven
+from megasync.receiver.status import Status, StatusFile
+from megasync.receiver.sums import Sums
+from megasync.receiver.tally import tally
+from megasync.receiver.votes import vote
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What an apply took.
+
+    Attributes:
+        pause_s: Seconds from the call of ``pause`` to the return of ``resume``.
+        derived: Names of the derivations that ran.
+    """
+
+    pause_s: float
+    derived: tuple[str, ...]
+
+
+def apply(
+    binding: Binding,
+    backend: Backend,
+    proven: Proven,
+    status: StatusFile,
+    pool: ThreadPoolExecutor | None,
+    clock: Callable[[], float],
+) -> Applied:
+    """Write a proven delta into live weights. *Collective*.
+
+    Args:
+        binding: This rank.
+        backend: That placed the delta.
+        proven: The delta; its base is live on every rank.
+        status: Left at ``updating`` on success: the caller says what is held then.
+        pool: Threads; None for the caller's.
+        clock: Seconds.
+
+    Returns:
+        What it took; the engine runs on the new version.
+
+    Raises:
+        BaseMismatchError: Storage moved, or the engine refuses updates now: nothing was touched.
+        UndoneError: The write failed and was undone on every rank; the engine runs on its old version.
+        TaintedError: The undo failed: the engine stays stopped for good.
+        RankFailedError: A rank failed before the first write: nothing was touched.
+    """
+    version = proven.ledger.version
+    groups = binding.shadows.touched(proven.ids)
+    was = status.now
+    saved: dict[str, torch.Tensor] = {}
+    paused = False
+    try:
+        with vote(binding.engine, f"preparing the apply of version {version}"):
+            binding.check_alive()
+            binding.engine.check_ready()
+            saved = binding.shadows.backup(groups, binding.engine.tensors())
+            status.set(state="updating", target=version)
+        started, paused = clock(), True
+        with vote(binding.engine, f"pausing for version {version}"):
+            binding.engine.pause()
+    except BaseException:
+        _back_to(status, was)
+        if paused and proven.base is not None:
+            with suppress(Exception):
+                binding.engine.resume(proven.base_version)
+        raise
+    try:
+        (found,) = tally(
+            binding, f"write of version {version}", proven.ids, lambda: [_write(binding, backend, proven, groups, pool)]
+        )
+        check_after(binding.schema, version, proven.ids, proven.after, found)
+    except BaseException as error:
+        _undo(binding, backend, proven, status, was, saved, error)
+        raise
+    binding.engine.resume(version)
+    return Applied(clock() - started, tuple(d.name for d in groups))
+
+
+def _write(
+    binding: Binding,
+    backend: Backend,
+    proven: Proven,
+    groups: Sequence[Derivation],
+    pool: ThreadPoolExecutor | None,
+) -> list[Sums]:
+    """All writes, then the derivations, then what was read back."""
+    sums = backend.write_(proven.staged.placed, pool)
+    tensors = binding.engine.tensors() if groups else {}
+    for group in groups:
+        binding.shadows.write_(group, binding.shadows.derive(group, binding.storages), tensors)
+    return sums
+
+
+def _undo(
+    binding: Binding,
+    backend: Backend,
+    proven: Proven,
+    status: StatusFile,
+    was: Status,
+    saved: dict[str, torch.Tensor],
+    error: BaseException,
+) -> None:
+    """Put everything back on every rank; returns only for errors that are not to be turned into `UndoneError`."""
+    version = proven.ledger.version
+    try:
+        (found,) = tally(
+            binding,
+            f"undo of version {version}",
+            proven.ids,
+            lambda: [_put_back(binding, backend, proven, saved)],
+        )
+        check_after(binding.schema, proven.base_version, proven.ids, proven.before, found)
+    except BaseException as undo_error:
+        reason = f"version {version} failed ({error}) and could not be undone ({undo_error})"
+        taint(binding, status, reason)
+        raise TaintedError(f"{reason}: replace the replica, its weights are in an unknown state") from undo_error
+    _back_to(status, was)
+    if proven.base is not None:
+        binding.engine.resume(proven.base_version)
+    if isinstance(error, Exception):
+        raise UndoneError(
+            f"version {version} failed after the first write and was undone: {error}. The engine has version "
+            f"{proven.base_version} as before; look at the cause, then update again"
+        ) from error
+
+
+def _put_back(binding: Binding, backend: Backend, proven: Proven, saved: dict[str, torch.Tensor]) -> list[Sums]:
+    sums = backend.undo_(proven.staged.placed)
+    if saved:
+        tensors = binding.engine.tensors()
+        with torch.inference_mode():
+            for name, old in saved.items():
+                tensors[name].detach().copy_(old)
+    return sums
+
+
+def taint(binding: Binding, status: StatusFile, reason: str) -> None:
+    """Record, durably and before anything else, that the weights are in an unknown state; then quarantine the engine."""
+    try:
+        status.set(state="tainted", reason=reason)
+    finally:
+        binding.engine.quarantine(reason)
+
+
+def _back_to(status: StatusFile, was: Status) -> None:
+    # Where the disk refuses, it still has `updating` or what was: a restart is then careful without need, never careless.
+    with suppress(OSError):
+        status.set(state=was.state, version=was.version, manifest=was.manifest, reason=was.reason)
+
+
+def reverse(proven: Proven) -> Proven | None:
+    """The way back from an applied delta, None where its base is no known version.
+
+    The placed words still hold what was live before; ``prove`` on the new state is what makes the way back a proof.
+    """
+    if proven.base is None:
+        return None
+    return Proven(proven.staged, proven.ledger, proven.base, proven.ids, proven.after, proven.before)

@@ -1,0 +1,167 @@
+"""Stage: a publication made ready in memory while the engine serves; nothing live is written.
+
+Fetch, decode and place run together on the pool. ``prove`` then compares the live words at the touched positions with the
+manifest, over all ranks: it may run as part of staging where the base is live already, and runs just before the apply where
+a version was staged ahead. Comes after fetch, before apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from megasync.errors import MemoryPlanError
+from megasync.manifest import Manifest
+from megasync.receiver.backend import Backend, FetchedFrame, Placed, run_all
+from megasync.receiver.bind import Binding
+from megasync.receiver.fetch import Fetched, fetch
+from megasync.receiver.ledger import Ledger, check_before, proven_ids
+from megasync.receiver.sums import Sums
+from megasync.receiver.tally import tally
+from megasync.versions.publication import PublicationReader
+
+
+@dataclass
+class Staged:
+    """A delta in memory, bound to live addresses.
+
+    Attributes:
+        manifest: The publication.
+        placed: Its changed words on this rank.
+        fetched: What was read.
+        stage_s: Seconds that staging took.
+        nbytes: Host or device bytes that it takes.
+        sums: Digest sums before and after, where the words were read while staging.
+    """
+
+    manifest: Manifest
+    placed: tuple[Placed, ...]
+    fetched: Fetched
+    stage_s: float
+    nbytes: int
+    sums: list[tuple[Sums, Sums]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A staged delta whose base was found live on every rank.
+
+    Attributes:
+        staged: The delta.
+        base: What is held, None where the live weights are no known version (an anchor is loaded over them).
+        ledger: What will be held.
+        ids: Tensors whose sums were compared.
+        before: uint64 ``[K, 2]``, totals of the live words at the touched positions.
+        after: The same as they will be.
+    """
+
+    staged: Staged
+    base: Ledger | None
+    ledger: Ledger
+    ids: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+
+    @property
+    def base_version(self) -> int:
+        """Version that an undo leads back to, -1 where it is none."""
+        return -1 if self.base is None else self.base.version
+
+
+@dataclass
+class _Total:
+    nbytes: int = 0
+    placed: list[Placed] = field(default_factory=list)
+    sums: list[tuple[Sums, Sums]] = field(default_factory=list)
+
+
+def stage(
+    binding: Binding,
+    backend: Backend,
+    reader: PublicationReader,
+    manifest: Manifest,
+    pool: ThreadPoolExecutor | None,
+    *,
+    limit_nbytes: int,
+    read_live: bool,
+    in_flight: int = 4,
+) -> Staged:
+    """Fetch, decode and place a delta.
+
+    Args:
+        binding: This rank.
+        backend: Places frames.
+        reader: Of the run.
+        manifest: The delta.
+        pool: Threads; None for the caller's.
+        limit_nbytes: Bytes that the staged delta may take.
+        read_live: The base is live now: read the words at the touched positions along the way, while offsets are in the
+            cache. False where the version is staged ahead.
+        in_flight: Ranges of frames read ahead.
+
+    Returns:
+        The staged delta.
+
+    Raises:
+        MemoryPlanError: It does not fit the limit.
+        RefetchError, FormatError: Bytes were refused; nothing was touched.
+    """
+    started = perf_counter()
+    total, fetched = _Total(), Fetched()
+
+    def consume(frames: Sequence[FetchedFrame]) -> tuple[list[Placed], list[tuple[Sums, Sums]]]:
+        placed = backend.place(frames)
+        return placed, [p.prove() for p in placed] if read_live else []
+
+    frames = binding.frames_of(manifest)
+    results = fetch(reader, binding.schema, manifest, frames, consume, pool, in_flight=in_flight, fetched=fetched)
+    for placed, sums in results:
+        total.placed += placed
+        total.sums += sums
+        total.nbytes += sum(p.nbytes for p in placed)
+        if total.nbytes > limit_nbytes:
+            results.close()
+            raise MemoryPlanError(
+                f"version {manifest.version} of {manifest.num_changed} changed words takes more than staged_limit_nbytes "
+                f"{limit_nbytes} after {fetched.num_frames} of {len(frames)} frames; nothing was touched. Raise the limit"
+            )
+    return Staged(
+        manifest,
+        tuple(total.placed),
+        fetched,
+        perf_counter() - started,
+        total.nbytes,
+        total.sums if read_live else None,
+    )
+
+
+def prove(binding: Binding, ledger: Ledger, staged: Staged, pool: ThreadPoolExecutor | None) -> Proven:
+    """Prove that the base of a staged delta is what is live, on every rank. *Collective*. Nothing live is written.
+
+    Args:
+        binding: This rank.
+        ledger: What is held.
+        staged: The delta.
+        pool: Threads; None for the caller's.
+
+    Raises:
+        BaseMismatchError: Version held or live words are not the base.
+        FormatError: The manifest contradicts itself or the delta.
+        ReplicaDriftError: A replica differs from its primary.
+    """
+    after_ledger = ledger.after(staged.manifest)
+    ids = proven_ids(staged.manifest, binding.group_ids)
+
+    def body() -> list[list[Sums]]:
+        sums = staged.sums
+        if sums is None:
+            sums = run_all(pool, [p.prove for p in staged.placed])
+        return [[before for before, _ in sums], [after for _, after in sums]]
+
+    before, after = tally(binding, f"proof of the base of version {staged.manifest.version}", ids, body)
+    check_before(binding.schema, ledger, staged.manifest, ids, before, after)
+    return Proven(staged, ledger, after_ledger, ids, before, after)

@@ -1,0 +1,95 @@
+"""Tallies: digest sums of all ranks of an engine, added up and compared where ranks hold the same words.
+
+Primary words add up to the whole tensor. Words that a rank holds as a replica (a norm on every tensor-parallel rank) do not
+enter the sum; they are compared with the rank that holds the same slice as its primary. Used by audit, stage and apply.
+Must import nothing above bind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from megasync.errors import ReplicaDriftError
+from megasync.receiver.bind import Binding
+from megasync.receiver.sums import Sums
+from megasync.receiver.votes import vote
+from megasync.schema import names_of
+
+
+class _Count(msgspec.Struct, array_like=True, frozen=True):
+    primaries: bytes
+    mirror_ids: bytes
+    mirrors: bytes
+
+
+def tally(
+    binding: Binding, what: str, ids: np.ndarray, body: Callable[[], Sequence[Iterable[Sums]]]
+) -> list[np.ndarray]:
+    """Run the body on every rank and add up its sums. *Collective*.
+
+    Args:
+        binding: This rank.
+        what: Names the stage in messages.
+        ids: int64 ``[K]``, ascending: the tensors concerned, the same on every rank.
+        body: Gives one or more columns of sums of this rank's words: primaries under their tensor id, replicas under
+            id + number of tensors (`Binding.replica_id`).
+
+    Returns:
+        For each column uint64 ``[K, 2]``, totals over the engine.
+
+    Raises:
+        ReplicaDriftError: A replica's words are not those of its primary; every rank raises it.
+        RankFailedError: The body failed on a rank.
+    """
+    with vote(binding.engine, what) as ballot:
+        columns = [Sums.join(c) for c in body()]
+        mine = np.stack([c.over(ids) for c in columns])
+        ballot.data = msgspec.msgpack.encode(_count(binding, ids, columns, mine))
+    counts = [msgspec.msgpack.decode(d, type=_Count) for d in ballot.result]
+    per_rank = [np.frombuffer(c.primaries, "<u8").reshape(mine.shape) for c in counts]
+    _compare(binding, what, counts)
+    total = np.zeros(mine.shape, dtype=np.uint64)
+    for one in per_rank:
+        total += one
+    return list(total)
+
+
+def _count(binding: Binding, ids: np.ndarray, columns: Sequence[Sums], mine: np.ndarray) -> _Count:
+    """Primaries' sums, and for every mirrored slice among ``ids`` that this rank has a side of, its own sums of it."""
+    rows: list[int] = []
+    lanes: list[np.ndarray] = []
+    rank = binding.engine.rank
+    for n, m in enumerate(binding.mirrors):
+        if rank not in (m.replica, m.primary) or not _contains(ids, m.tensor_id):
+            continue
+        key = binding.replica_id(m.tensor_id) if rank == m.replica else m.tensor_id
+        rows.append(n)
+        lanes.append(np.stack([c.over(np.array([key]))[0] for c in columns]))
+    packed = np.stack(lanes) if lanes else np.empty((0, len(columns), 2), np.uint64)
+    return _Count(mine.astype("<u8").tobytes(), np.array(rows, dtype="<i8").tobytes(), packed.astype("<u8").tobytes())
+
+
+def _compare(binding: Binding, what: str, counts: Sequence[_Count]) -> None:
+    found: dict[tuple[int, int], bytes] = {}
+    for rank, c in enumerate(counts):
+        numbers = np.frombuffer(c.mirror_ids, "<i8")
+        size = len(c.mirrors) // max(len(numbers), 1)
+        for i, n in enumerate(numbers.tolist()):
+            found[rank, n] = c.mirrors[i * size : (i + 1) * size]
+    drifted = [m for n, m in enumerate(binding.mirrors) if found.get((m.replica, n)) != found.get((m.primary, n))]
+    if drifted:
+        listed = "; ".join(
+            f"{names_of(binding.schema, [m.tensor_id])} on rank {m.replica}, primary on rank {m.primary}"
+            for m in drifted[:10]
+        )
+        raise ReplicaDriftError(
+            f"{what}: {len(drifted)} replicas differ from their primaries ({listed}): load the weights anew"
+        )
+
+
+def _contains(ids: np.ndarray, tensor_id: int) -> bool:
+    at = int(np.searchsorted(ids, tensor_id))
+    return at < len(ids) and int(ids[at]) == tensor_id
