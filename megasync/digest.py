@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import Protocol
 
@@ -29,6 +30,9 @@ S: tuple[int, int] = (0xD05273B75E8B8D4E, 0xA04D625DEA6955D4)
 
 _C = np.array(C, dtype=np.uint64)
 _CHUNK = 1 << 18  # words handled at a time, so that temporaries stay in the cache
+_GROUPS = 1 << 16  # 16-byte groups whose multipliers are kept together
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+MASK64 = (1 << 64) - 1
 _ONE = np.uint64(1)
 
 
@@ -83,9 +87,12 @@ def content_digest(parts: bytes | memoryview | Iterable[bytes | memoryview], alg
 def splitmix64(x: np.ndarray) -> np.ndarray:
     """Steele, Lea and Flood's splitmix64 finaliser (Java 8 SplittableRandom), element-wise on uint64."""
     z = x + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    shifted = np.empty_like(z)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z ^= np.right_shift(z, np.uint64(shift), out=shifted)
+        z *= np.uint64(factor)
+    z ^= np.right_shift(z, np.uint64(31), out=shifted)
+    return z
 
 
 def unit_weights(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -165,15 +172,35 @@ def bytes_lanes(data: np.ndarray, first_byte: int = 0) -> Lanes:
         if stop > start:
             index = np.arange(first_byte + start, first_byte + stop, dtype=np.uint64)
             total += WordWeights.of(index, 1).lanes(data[start:stop])
-    groups = data[head : head + body].view("<u4").reshape(-1, 4)
     first = (first_byte + head) // 16
-    for at in range(0, len(groups), _CHUNK // 4):
-        units = groups[at : at + _CHUNK // 4].astype(np.uint64)
-        group = np.arange(first + at, first + at + len(units), dtype=np.uint64)
-        m0 = splitmix64(group + np.uint64(S[0])) | _ONE
-        m1 = splitmix64(group + np.uint64(S[1])) | _ONE
-        total += Lanes(int(np.dot(m0, units @ _C[0])), int(np.dot(m1, units @ _C[1])))
+    words = data[head : head + body].view("<u8").reshape(-1, 2)
+    at = 0
+    while at < len(words):
+        # Chunks end on multiples of _GROUPS, so that tensors of one size share their tables of multipliers.
+        stop = min(at + _GROUPS - (first + at) % _GROUPS, len(words))
+        chunk, offset = divmod(first + at, _GROUPS)
+        tables = _multipliers(chunk)[:, offset : offset + stop - at]
+        total += _groups_lanes(words[at:stop], tables)
+        at = stop
     return total
+
+
+def _groups_lanes(words: np.ndarray, tables: np.ndarray) -> Lanes:
+    """Digest sum of 16-byte groups (u64 ``[n, 2]``) given their multipliers (u64 ``[2, n]``)."""
+    sums = [0, 0]
+    for k in range(4):
+        # The constants C factor out of the sum over groups: four dot products a lane instead of four products a group.
+        column = words[:, k // 2] >> _HALF if k % 2 else words[:, k // 2] & _LOW
+        for lane in range(2):
+            sums[lane] += int(np.dot(column, tables[lane])) * C[lane][k]
+    return Lanes(sums[0] & MASK64, sums[1] & MASK64)
+
+
+@lru_cache(maxsize=24)
+def _multipliers(chunk: int) -> np.ndarray:
+    """``M`` of both lanes for the groups of a chunk: u64 ``[2, _GROUPS]``, 1 MiB a chunk."""
+    group = np.arange(chunk * _GROUPS, (chunk + 1) * _GROUPS, dtype=np.uint64)
+    return np.stack([splitmix64(group + np.uint64(seed)) | _ONE for seed in S])
 
 
 def box_lanes(shape: tuple[int, ...], box: Box, words: np.ndarray) -> Lanes:

@@ -112,19 +112,33 @@ class Schema:
         """Canonical bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors)
 
+    @cached_property
+    def first_tile(self) -> np.ndarray:
+        """Number of each tensor's first tile among all tiles of all tensors in id order, int64 ``[num_tensors + 1]``."""
+        num = np.array([g.num_tiles for g in self.grids], dtype=np.int64)
+        return np.concatenate(([0], np.cumsum(num)))
+
+    @cached_property
+    def _all_tile_words(self) -> np.ndarray:
+        """Words of all tiles of all tensors (u32); equal grids are computed once."""
+        of: dict[TileGrid, np.ndarray] = {}
+        parts = [of.setdefault(g, g.tile_words(np.arange(g.num_tiles))) if g not in of else of[g] for g in self.grids]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint32)
+
     def tile_words(self, tensor_ids: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-        """Words of tiles given by tensor id and tile number (u32), vectorised per run of equal ids.
+        """Words of tiles given by tensor id and tile number (u32), vectorised.
 
         Raises:
             FormatError: A tile past its tensor's grid.
         """
-        out = np.empty(len(tiles), dtype=np.uint32)
-        for start, stop in runs_of_equal(tensor_ids):
-            grid = self.grids[int(tensor_ids[start])]
-            if int(tiles[start:stop].max()) >= grid.num_tiles:
-                name = self.tensors[int(tensor_ids[start])].name
-                raise FormatError(f"tile {int(tiles[start:stop].max())} of {name}: its grid has {grid.num_tiles} tiles")
-            out[start:stop] = grid.tile_words(tiles[start:stop])
+        ids = np.asarray(tensor_ids, dtype=np.int64)
+        at = self.first_tile[ids] + np.asarray(tiles, dtype=np.int64)
+        beyond = at >= self.first_tile[ids + 1]
+        if beyond.any():
+            i = int(np.argmax(beyond))
+            spec, grid = self.tensors[int(ids[i])], self.grids[int(ids[i])]
+            raise FormatError(f"tile {int(tiles[i])} of {spec.name}: its grid has {grid.num_tiles} tiles")
+        out: np.ndarray = self._all_tile_words[at]
         return out
 
 

@@ -10,10 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megasync.trainer.plan_merge import describe
-from megasync.types import Box, TensorSpec
+from megasync.types import Box, CutAxis, TensorSpec
 
 HIDDEN, EXPERT, DENSE, VOCABULARY = 7168, 2048, 18432, 154_880
 LAYERS, DENSE_LAYERS, EXPERTS = 78, 3, 256
+_EXPERT_MATRICES: tuple[tuple[str, tuple[int, int], CutAxis], ...] = (
+    ("gate_proj", (EXPERT, HIDDEN), "row"),
+    ("up_proj", (EXPERT, HIDDEN), "row"),
+    ("down_proj", (HIDDEN, EXPERT), "last"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +80,7 @@ def parts(layout: Layout, *, scales: bool) -> Iterator[Part]:
         yield Part(bias, at)
         for expert in range(EXPERTS):
             shard = expert // (EXPERTS // layout.expert)
-            for name, shape, cut in (
-                ("gate_proj", (EXPERT, HIDDEN), "row"),
-                ("up_proj", (EXPERT, HIDDEN), "row"),
-                ("down_proj", (HIDDEN, EXPERT), "last"),
-            ):
+            for name, shape, cut in _EXPERT_MATRICES:
                 full = f"{p}.mlp.experts.{expert}.{name}"
                 for spec in _fp4(full, shape, layer, cut, scales):
                     yield Part(spec, at, expert=shard)
@@ -116,15 +117,14 @@ def _mlp(prefix: str, width: int, layer: int, at: tuple[int, ...]) -> Iterator[P
 
 
 def _bf16(
-    name: str, shape: tuple[int, ...], layer: int, cut: str = "row", aliases: tuple[str, ...] = ()
+    name: str, shape: tuple[int, ...], layer: int, cut: CutAxis = "row", aliases: tuple[str, ...] = ()
 ) -> TensorSpec:
-    return TensorSpec(name, "BF16", shape, layer, "last" if cut == "last" else "row", aliases=aliases)
+    return TensorSpec(name, "BF16", shape, layer, cut, aliases=aliases)
 
 
-def _fp4(name: str, shape: tuple[int, int], layer: int, cut: str, scales: bool) -> Iterator[TensorSpec]:
+def _fp4(name: str, shape: tuple[int, int], layer: int, cut: CutAxis, scales: bool) -> Iterator[TensorSpec]:
     rows, columns = shape
-    axis = "last" if cut == "last" else "row"
-    yield TensorSpec(f"{name}.weight", "U8", (rows, columns // 2), layer, axis, (1, 8))
+    yield TensorSpec(f"{name}.weight", "U8", (rows, columns // 2), layer, cut, (1, 8))
     if scales:
-        yield TensorSpec(f"{name}.weight_scale", "F8_E4M3", (rows, columns // 16), layer, axis)
+        yield TensorSpec(f"{name}.weight_scale", "F8_E4M3", (rows, columns // 16), layer, cut)
         yield TensorSpec(f"{name}.weight_scale_2", "F32", (), layer)

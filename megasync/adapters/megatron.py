@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megasync.adapters.megatron_leaves import unwrap
+from megasync.adapters.megatron_leaves import ddp_of, unwrap
 from megasync.adapters.megatron_plan import Anchorage, ExportPlan, plan_export
 from megasync.adapters.names import NameTable
 from megasync.errors import PlanError
@@ -37,7 +37,7 @@ class MegatronExporter(Exporter):
     layouts that no table describes, parameters that no table maps.
 
     Args:
-        chunks: Model chunks of this rank in virtual stage order, as trained (wrapped or not).
+        chunks: Model chunks of this rank in virtual stage order, as trained: in DistributedDataParallel, if they are.
         names: Naming table of the checkpoint (names_hf.py has those of model families).
         vocab_size: Vocabulary rows of the checkpoint; Megatron pads its own. Needed where the table cuts padding off.
         metadata: For ``sharded_state_dict``, where ``KEYS_METADATA`` does not suit a model. Equal on every rank.
@@ -98,12 +98,12 @@ class MegatronExporter(Exporter):
         Returns:
             Seconds that it took; 0 when no chunk overlaps the gather.
         """
-        late = [c for c in self._chunks if getattr(getattr(c, "ddp_config", None), "overlap_param_gather", False)]
+        late = [d for d in map(ddp_of, self._chunks) if d is not None and _overlaps(d)]
         if not late:
             return 0.0
         start = time.perf_counter()
-        for chunk in late:
-            chunk.start_param_sync(force_sync=True)
+        for ddp in late:
+            ddp.start_param_sync(force_sync=True)
         for device in {p.device for m in self._models for p in m.parameters() if p.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         took = time.perf_counter() - start
@@ -119,8 +119,8 @@ class MegatronExporter(Exporter):
         Returns:
             0 when the chunk's parameters are current.
         """
-        ddp = self._chunks[chunk]
-        if not getattr(getattr(ddp, "ddp_config", None), "overlap_param_gather", False):
+        ddp = ddp_of(self._chunks[chunk])
+        if ddp is None or not _overlaps(ddp):
             return 0
         groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
         return sum(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups)
@@ -153,3 +153,7 @@ class MegatronExporter(Exporter):
         if self._plan is None:
             self._plan = plan_export(self._chunks, self._models, self._names, self._vocab_size, self._metadata)
         return self._plan
+
+
+def _overlaps(ddp: Any) -> bool:
+    return bool(getattr(ddp.ddp_config, "overlap_param_gather", False))

@@ -150,17 +150,18 @@ def read_leaves(model: Any, metadata: Mapping[str, Any]) -> tuple[list[Leaf], li
     return leaves, refused
 
 
-def unsupported(chunk: Any, model: Any) -> list[str]:
-    """Settings of a chunk under which live parameters are not what the leaves say.
+def unsupported(chunk: Any, model: Any, keeps_rows: bool) -> list[str]:
+    """Settings of a chunk under which live parameters are not what the leaves or the tables say.
 
     Args:
         chunk: The chunk as trained, wrapped.
         model: The unwrapped chunk.
+        keeps_rows: Whether the table keeps Megatron's own rows, so that no layout of fused rows matters.
 
     Returns:
         One sentence a setting; empty when all is well.
     """
-    config, ddp_config = getattr(model, "config", None), getattr(chunk, "ddp_config", None)
+    config, ddp_config = getattr(model, "config", None), getattr(ddp_of(chunk), "ddp_config", None)
     found: list[str] = []
     layer = chunk
     while layer is not None:
@@ -180,6 +181,8 @@ def unsupported(chunk: Any, model: Any) -> list[str]:
         )
     if getattr(ddp_config, "use_megatron_fsdp", False):
         found.append("use_megatron_fsdp shards parameters over data parallel ranks; switch it off")
+    if keeps_rows:
+        return found
     if getattr(config, "attention_output_gate", False):
         found.append("attention_output_gate puts gate rows into the fused QKV projection, which no table describes")
     for name in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
@@ -192,6 +195,13 @@ def unwrap(chunk: Any) -> Any:
     """The model inside Megatron's wrappers (DistributedDataParallel, Float16Module)."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
+    return chunk
+
+
+def ddp_of(chunk: Any) -> Any:
+    """The wrapper of a chunk that gathers its parameters (it has a ``ddp_config``); None when there is none."""
+    while chunk is not None and not hasattr(chunk, "ddp_config"):
+        chunk = getattr(chunk, "module", None)
     return chunk
 
 

@@ -19,6 +19,8 @@ from megasync.errors import PlanError
 from megasync.trainer.exporter import Piece
 from megasync.types import Box, TensorSpec
 
+_MAX_LISTED = 200  # unmapped leaves that are named one by one
+
 _DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -110,20 +112,26 @@ class _Planning:
         self.specs: dict[str, TensorSpec] = {}
         self.pieces: dict[tuple[str, Box], Piece] = {}
         self.anchorages: dict[tuple[int, str], Anchorage] = {}
-        self.unmapped: list[str] = []
+        self.unmapped: dict[str, list[str]] = {}
         self.refused: list[str] = []
 
     def run(self, chunks: Sequence[Any], models: Sequence[Any], metadata: Mapping[str, Any]) -> ExportPlan:
         for number, (chunk, model) in enumerate(zip(chunks, models, strict=True)):
-            problems = unsupported(chunk, model)
+            problems = unsupported(chunk, model, self.names.keep_global_names)
             self.refused += [p for p in problems if p not in self.refused]
             if not problems:
                 self._chunk(number, model, metadata)
         complaints: list[str] = []
         if self.unmapped:
+            num_leaves = sum(len(names) for names in self.unmapped.values())
+            # A whole family without rules has tens of thousands of leaves: then one line a pattern says more.
+            listed = [
+                f"{pattern} ({len(names)} leaves)" if num_leaves > _MAX_LISTED else ", ".join(names)
+                for pattern, names in self.unmapped.items()
+            ]
             complaints.append(
-                f"{len(self.unmapped)} leaves that table {self.names.name!r} does not map (add rules with "
-                f"NameTable.extended, or a rule without names to leave one out): {', '.join(self.unmapped)}"
+                f"{num_leaves} leaves that table {self.names.name!r} does not map (add rules with "
+                f"NameTable.extended, or a rule without names to leave one out): {', '.join(listed)}"
             )
         if self.refused:
             complaints.append(f"{len(self.refused)} things that cannot be exported: {'; '.join(self.refused)}")
@@ -146,7 +154,8 @@ class _Planning:
             key = take_apart(leaf.key, leaf.axes)
             target = None if key is None else self.names.find(key, config.num_layers)
             if target is None:
-                self.unmapped.append(leaf.key if leaf.key == leaf.name else f"{leaf.key} (here {leaf.name})")
+                named = leaf.key if leaf.key == leaf.name else f"{leaf.key} (here {leaf.name})"
+                self.unmapped.setdefault(key.pattern if key else leaf.key, []).append(named)
             if not leaf.data.numel():
                 continue
             owner = memory.claim(leaf.data)

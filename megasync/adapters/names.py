@@ -230,5 +230,5 @@ def _usual_cut(pattern: str) -> CutAxis:
     return "last" if pattern.endswith(("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")) else "row"
 
 
-PASSTHROUGH = NameTable("passthrough", (), keep_global_names=True)
-"""Every tensor keeps Megatron's global name and rows, padding included; experts and layers are tensors of their own."""
+PASSTHROUGH = NameTable("passthrough", (), zero_centered_norms=True, keep_global_names=True)
+"""Every tensor keeps Megatron's global name, rows and values, padding included; layers and experts are split up."""

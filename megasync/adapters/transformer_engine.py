@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megasync.errors import PlanError
+from megasync.kernels.nvfp4_reference import FLT_MAX
 from megasync.quant.blocks import check_box
 from megasync.quant.checkpoint import FUSED_PARTNERS, Checkpoint, QuantisedWeight, QuantRule, describe
 from megasync.quant.exchange import exchange_amax
@@ -170,9 +171,7 @@ class StoredExporter(Exporter):
             self._check_shared()
         for i, out in self._globals.items():
             param, weight = self._stored[i].param, self._described[i]
-            out.copy_(_decode_scale(param))
-            if weight.reciprocal:
-                out.reciprocal_()
+            out.copy_(_global_scale(param, weight.reciprocal))
         return time.perf_counter() - start
 
     def check_alive(self) -> None:
@@ -254,9 +253,7 @@ def _codes(param: Any) -> torch.Tensor:
     return codes
 
 
-def _view(
-    stored: StoredWeight, role: str, step: tuple[int, ...], box: Box, made: torch.Tensor | None
-) -> torch.Tensor:
+def _view(stored: StoredWeight, role: str, step: tuple[int, ...], box: Box, made: torch.Tensor | None) -> torch.Tensor:
     """Live memory of one member's region, never a copy (but for NVFP4's made global scale)."""
     if not step:
         return made if made is not None else stored.param._scale_inv.detach().reshape(1)
@@ -265,12 +262,12 @@ def _view(
     return whole.detach()[tuple(slice(a, a + n) for a, n in zip(start, box.extent, strict=True))]
 
 
-def _decode_scale(param: Any) -> torch.Tensor:
-    """amax / (6 * largest block scale), 1 for an all-zero weight; 4over6 recipes have a smaller largest scale."""
+def _global_scale(param: Any, reciprocal: bool) -> torch.Tensor:
+    """amax / (6 * largest block scale) or its inverse, 1 for an all-zero weight; 4over6 has a smaller largest scale."""
     amax = param._amax_rowwise.detach().reshape(1).float()
     top = torch.full_like(amax, 6.0 * float(getattr(param, "_nvfp4_e4m3_max", 448)))
-    scale = torch.div(amax, top)
-    return torch.where(scale == 0, 1.0, scale)
+    scale = torch.div(top, amax).clamp(max=FLT_MAX) if reciprocal else torch.div(amax, top)
+    return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
 def _address(param: Any) -> tuple[int, ...]:

@@ -10,33 +10,17 @@ A decoder of nvCOMP does undefined things on malformed input, so it is fed only 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from megasync.codecs.nvcomp_abi import CUDA_ERROR, SUCCESS, Direction, status_name
+from megasync.codecs.block_batch import BatchPlan, Span, batch_rows, check_plan
+from megasync.codecs.nvcomp_abi import CUDA_ERROR, SUCCESS, status_name
 from megasync.codecs.nvcomp_library import NvcompLibrary
 from megasync.errors import FormatError, MegasyncError, TaintedError
-from megasync.kernels.zero_run_rules import MAX_BLOCK_NBYTES, BlockKind, check_kind
+from megasync.kernels.zero_run_rules import BlockKind
 
 _SLOT_ALIGNMENT = 16  # more than nvCOMP asks for; its headers advise it for speed
 _TABLE_ROW_NBYTES = 5 * 8 + 4  # two pointers, two sizes, the actual size, the status
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Device-accessible memory: HBM, or pinned host memory.
-
-    Attributes:
-        address: Where it begins, as the device sees it.
-        nbytes: How long it is.
-
-    *Memory*: the caller keeps it alive and in place until the batch that uses it is finished.
-    """
-
-    address: int
-    nbytes: int
 
 
 def span_of(tensor: torch.Tensor) -> Span:
@@ -55,42 +39,13 @@ def span_of(tensor: torch.Tensor) -> Span:
     return Span(tensor.data_ptr(), tensor.numel())
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """What a batch of blocks needs, before anything is allocated.
-
-    Attributes:
-        kind: Block format.
-        direction: Compress or decompress.
-        num_blocks: Blocks of the largest batch.
-        block_nbytes: Unencoded bytes of the largest block.
-        input_nbytes: Bytes of all inputs of the largest batch.
-        output_nbytes: Bytes of all outputs; for compression ``num_blocks`` slots.
-        slot_nbytes: Bytes from one output slot to the next in a compression, 0 in a decompression.
-        temp_nbytes: Scratch in HBM.
-        table_nbytes: Pointers, sizes and statuses, once in HBM and once in pinned host memory.
-        alignments: Bytes, of input blocks, output blocks and scratch.
-    """
-
-    kind: BlockKind
-    direction: Direction
-    num_blocks: int
-    block_nbytes: int
-    input_nbytes: int
-    output_nbytes: int
-    slot_nbytes: int
-    temp_nbytes: int
-    table_nbytes: int
-    alignments: tuple[int, int, int]
-
-
 def plan_compress(library: NvcompLibrary, kind: BlockKind, num_blocks: int, block_nbytes: int) -> BatchPlan:
     """Plan batches of up to ``num_blocks`` blocks of up to ``block_nbytes`` for compression.
 
     Raises:
         ValueError: A number is out of range.
     """
-    _check_plan(kind, num_blocks, block_nbytes)
+    check_plan(kind, num_blocks, block_nbytes)
     total = num_blocks * block_nbytes
     slot = -(-library.max_output_nbytes(kind, block_nbytes) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
     return BatchPlan(
@@ -122,7 +77,7 @@ def plan_decompress(
     Raises:
         ValueError: A number is out of range.
     """
-    _check_plan(kind, num_blocks, block_nbytes)
+    check_plan(kind, num_blocks, block_nbytes)
     if encoded_nbytes < 1:
         raise ValueError(f"a batch of {encoded_nbytes} encoded bytes cannot be planned")
     total = num_blocks * block_nbytes
@@ -166,6 +121,8 @@ class BlockBatch:
         self._host_statuses = torch.empty(n, dtype=torch.int32, pin_memory=True)
         self._done = torch.cuda.Event()
         self._expected: np.ndarray | None = None
+        # What these bytes held before may still be in use on the current stream; batches run on others.
+        torch.cuda.current_stream(device).synchronize()
 
     def compress(
         self,
@@ -253,7 +210,11 @@ class BlockBatch:
             raise ValueError("a batch is queued already: finish it first")
         n = len(expected)
         if n:
-            self._launch(rows, n, stream)
+            try:
+                self._launch(rows, n, stream)
+            except MegasyncError:
+                stream.synchronize()  # the table may still be on its way
+                raise
         self._expected = expected
 
     def _launch(self, rows: np.ndarray, n: int, stream: torch.cuda.Stream) -> None:
@@ -284,53 +245,6 @@ class BlockBatch:
             self._done.record(stream)
 
 
-def batch_rows(
-    plan: BatchPlan,
-    direction: Direction,
-    source: Span,
-    source_offsets: np.ndarray,
-    source_nbytes: np.ndarray,
-    out: Span,
-    out_offsets: np.ndarray,
-    out_nbytes: np.ndarray,
-) -> np.ndarray:
-    """Check a batch against its plan and its memory, and lay out what nvCOMP reads.
-
-    Returns:
-        int64 ``[4, n]``: input addresses, input sizes, output addresses, output sizes.
-
-    Raises:
-        ValueError: On the first rule that is broken.
-    """
-    where = f"{plan.kind} {direction} batch"
-    if plan.direction != direction:
-        raise ValueError(f"{where}: the plan is for {plan.direction}")
-    columns = [np.asarray(c, dtype=np.int64) for c in (source_offsets, source_nbytes, out_offsets, out_nbytes)]
-    n = len(columns[0])
-    if any(c.shape != (n,) for c in columns):
-        raise ValueError(f"{where}: offsets and sizes of shapes {[c.shape for c in columns]}, expected ({n},) each")
-    if n > plan.num_blocks:
-        raise ValueError(f"{where}: {n} blocks, planned for {plan.num_blocks}")
-    in_at, in_size, out_at, out_size = columns
-    plain = in_size if direction == "compress" else out_size
-    if n and (plain.min() < 1 or plain.max() > plan.block_nbytes):
-        raise ValueError(
-            f"{where}: blocks of {plain.min()} to {plain.max()} bytes, planned for 1 to {plan.block_nbytes}"
-        )
-    if int(in_size.sum()) > plan.input_nbytes:
-        raise ValueError(f"{where}: {int(in_size.sum())} input bytes, planned for {plan.input_nbytes}")
-    for name, span, at, size in (("input", source, in_at, in_size), ("output", out, out_at, out_size)):
-        if n and (at.min() < 0 or size.min() < 1 or int((at + size).max()) > span.nbytes):
-            raise ValueError(f"{where}: an {name} block lies outside its {span.nbytes} bytes, or is empty")
-    if (out_at[1:] < out_at[:-1] + out_size[:-1]).any():
-        raise ValueError(f"{where}: output blocks overlap or do not ascend")
-    rows = np.stack((in_at + source.address, in_size, out_at + out.address, out_size))
-    for name, row, alignment in (("input", 0, plan.alignments[0]), ("output", 2, plan.alignments[1])):
-        if (rows[row] % alignment).any():
-            raise ValueError(f"{where}: {name} blocks must be aligned to {alignment} bytes")
-    return rows
-
-
 def check_results(plan: BatchPlan, statuses: np.ndarray, actual: np.ndarray, expected: np.ndarray) -> None:
     """Check what a finished batch reports.
 
@@ -358,11 +272,3 @@ def check_results(plan: BatchPlan, statuses: np.ndarray, actual: np.ndarray, exp
     if plan.direction == "decompress":
         raise FormatError(f"{what}; the output is void, report the publisher")
     raise MegasyncError(f"{what}; encode on the CPU or with kernels.zero_run instead")
-
-
-def _check_plan(kind: BlockKind, num_blocks: int, block_nbytes: int) -> None:
-    check_kind(kind)
-    if not 1 <= num_blocks < 1 << 31 or not 1 <= block_nbytes <= MAX_BLOCK_NBYTES:
-        raise ValueError(
-            f"cannot plan {num_blocks} blocks of {block_nbytes} bytes: 1 to 2^31 - 1 blocks of 1 to {MAX_BLOCK_NBYTES}"
-        )

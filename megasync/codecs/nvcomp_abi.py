@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_char, c_int, c_size_t, c_uint32
-from typing import Final, Literal
+from typing import Final
 
+from megasync.codecs.block_batch import Direction
 from megasync.kernels.zero_run_rules import BlockKind
-
-Direction = Literal["compress", "decompress"]
 
 SUCCESS: Final = 0
 CUDA_ERROR: Final = 1000

@@ -17,7 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from megasync.codecs.nvcomp_abi import FUNCTION_PREFIX, SUCCESS, Alignments, Direction, Properties, options, status_name
+from megasync.codecs.block_batch import Direction
+from megasync.codecs.nvcomp_abi import FUNCTION_PREFIX, SUCCESS, Alignments, Properties, options, status_name
 from megasync.errors import MegasyncError, MissingPackageError
 from megasync.kernels.zero_run_rules import BlockKind
 

@@ -85,7 +85,7 @@ def suspects(
         stretches = _lz4_stretches(src, starts, ends)
         walked = _walk_lz4(src, stretches, starts, ends)
     else:
-        first, bad = _skip_preamble(src, starts, ends, expected)
+        first, bad = skip_preamble(src, starts, ends, expected)
         stretches = _snappy_stretches(src, starts, first, ends)
         walked = _walk_snappy(src, stretches, ends)
     head = np.searchsorted(stretches.block, np.arange(len(starts) + 1))
@@ -202,15 +202,26 @@ def _breaks_guard(match_start: np.ndarray, head: np.ndarray, expected: np.ndarra
     return (start >= 0) & (expected - start < END_RULES["lz4"].match_guard)
 
 
-def _skip_preamble(
+def skip_preamble(
     src: np.ndarray, at: np.ndarray, end: np.ndarray, expected: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where elements start, and which blocks do not begin with the shortest varint of their length, then an element."""
+    """Skip the length headers of Snappy blocks.
+
+    Args:
+        src: uint8, not empty.
+        at: int64 ``[B]``, where each block starts, inside ``src``.
+        end: int64 ``[B]``, where each ends.
+        expected: int64 ``[B]``, bytes that each must decode to.
+
+    Returns:
+        int64 ``[B]``, where the elements start, at most ``end``; bool ``[B]``, true where a block does not begin with
+        the shortest varint of its length and then an element.
+    """
     bad = (expected <= 0) | (expected >= 1 << 28)
     rest, more = expected, np.ones(len(at), dtype=bool)
     for _ in range(4):
         last = rest < 128
-        bad = bad | (more & (src[at] != (rest & 127 | np.where(last, 0, 128))))
+        bad = bad | (more & (src[np.minimum(at, len(src) - 1)] != (rest & 127 | np.where(last, 0, 128))))
         at = at + more
         more = more & ~last
         rest = rest >> 7

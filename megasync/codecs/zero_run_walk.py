@@ -162,7 +162,8 @@ def walk_blocks(
     if not starts.shape == nbytes.shape == expected.shape or starts.ndim != 1:
         raise ValueError(f"walk_blocks: {starts.shape} starts, {nbytes.shape} sizes, {expected.shape} lengths")
     ends = starts + nbytes
-    if len(starts) and (starts.min() < 0 or nbytes.min() < 0 or ends.max() > len(data)):
+    # Each by itself first: the sum of two hostile numbers may wrap around.
+    if len(starts) and (min(starts.min(), nbytes.min()) < 0 or max(starts.max(), nbytes.max(), ends.max()) > len(data)):
         raise ValueError(f"walk_blocks: a block lies outside the {len(data)} bytes given")
     walk = walk_lz4 if kind == "lz4" else walk_snappy
     order = np.argsort(starts, kind="stable")

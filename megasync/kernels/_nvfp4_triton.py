@@ -247,9 +247,7 @@ def batch_amax_kernel(  # type: ignore[no-untyped-def]
     c = (tile % across) * (BLOCKS * STEPS * 16) + tl.arange(0, BLOCKS * 16)
     top = 0
     for step in range(STEPS):
-        found = _tile_amax(
-            x_ptr, r, c + step * (BLOCKS * 16), rows, columns, row_stride, column_stride, IS_BF16
-        )
+        found = _tile_amax(x_ptr, r, c + step * (BLOCKS * 16), rows, columns, row_stride, column_stride, IS_BF16)
         top = tl.maximum(top, found)
     tl.atomic_max(values_ptr + tl.load(row_ptr + 9), top, sem="relaxed")
 

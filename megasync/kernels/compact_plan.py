@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megasync.kernels.planes import segments_of
 from megasync.kernels.compact_runs import PIECE_COLUMNS, Region, Run, in_order, pieces_of, runs_of
+from megasync.kernels.planes import segments_of
 from megasync.kernels.scatter_plan import Tiles
 
 
@@ -24,11 +24,13 @@ class Span:
     Attributes:
         segments: First segment and end.
         pieces: First piece and end.
+        vectors: First vector and end, counting those of all pieces.
         snapshot: First snapshot byte that the pieces read and end.
     """
 
     segments: tuple[int, int]
     pieces: tuple[int, int]
+    vectors: tuple[int, int]
     snapshot: tuple[int, int]
 
 
@@ -48,6 +50,8 @@ class CompactPlan:
         table: ``rows`` on the device.
         first_piece: int64 ``[S + 1]`` on the host: pieces before each segment.
         first_piece_table: int32, the same on the device.
+        segment_words_table: int64 ``[S]``, ``segment_words`` on the device.
+        classes: For each vector size that occurs: the size, the pieces (int32, ascending) on the host and on the device.
         device: Where the live words are.
     """
 
@@ -62,6 +66,8 @@ class CompactPlan:
     table: torch.Tensor
     first_piece: np.ndarray
     first_piece_table: torch.Tensor
+    segment_words_table: torch.Tensor
+    classes: tuple[tuple[int, np.ndarray, torch.Tensor], ...]
     device: torch.device
 
     @property
@@ -70,9 +76,12 @@ class CompactPlan:
         return int((self.rows[:, 6] * self.vector_nbytes).sum())
 
     def spans(self, max_nbytes: int) -> Iterator[Span]:
-        """Cuts the plan into spans of whole segments of about ``max_nbytes`` live bytes (at least one segment each)."""
-        nbytes = np.append(0, np.cumsum(self.rows[:, 6] * self.vector_nbytes))
-        ends = nbytes[self.first_piece]
+        """Cuts the plan into spans of whole segments of about ``max_nbytes`` live bytes (at least one segment each).
+
+        Vectors count as 8 bytes: the scratch of a span is a quarter of ``max_nbytes`` whatever their size.
+        """
+        vectors = np.append(self.rows[:, 14], self.rows[:, 6].sum())
+        ends = vectors[self.first_piece] * 8
         begin = 0
         while begin < len(self.segment_words):
             end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + max_nbytes, side="right")) - 1)
@@ -80,7 +89,8 @@ class CompactPlan:
             rows, vector = self.rows[slice(*pieces)], self.vector_nbytes[slice(*pieces)]
             low = rows[:, 7] + rows[:, 5] * vector
             high = low + rows[:, 6] * vector
-            yield Span((begin, end), pieces, (int(low.min(initial=1 << 62)), int(high.max(initial=0))))
+            snapshot = (int(low.min()), int(high.max())) if len(rows) else (0, 0)
+            yield Span((begin, end), pieces, (int(vectors[pieces[0]]), int(vectors[pieces[1]])), snapshot)
             begin = end
 
 
@@ -116,7 +126,7 @@ def plan_compact(
         by_tile.setdefault(region.tile, []).extend(
             runs_of(canonical[tiles.tensors[region.tile]].tolist(), corner, extent, region)
         )
-    tile_of, number, segment_words = segments_of(tiles.words)
+    tile_of, _, segment_words = segments_of(tiles.words)
     first_segment = np.searchsorted(tile_of, np.arange(len(tiles.tensors)))
     rows: list[np.ndarray] = []
     vectors: list[np.ndarray] = []
@@ -126,8 +136,11 @@ def plan_compact(
             rows.append(made)
             vectors.append(np.full(len(made), vector, dtype=np.int64))
     table = np.concatenate(rows) if rows else np.zeros((0, PIECE_COLUMNS), dtype=np.int64)
+    table[:, 14] = np.cumsum(table[:, 6]) - table[:, 6]
+    vector_nbytes = np.concatenate(vectors) if vectors else np.zeros(0, dtype=np.int64)
     first = np.searchsorted(table[:, 13], np.arange(len(segment_words) + 1))
     device = devices.pop() if devices else torch.device("cpu")
+    classes = [(v, np.nonzero(vector_nbytes == v)[0].astype(np.int32)) for v in np.unique(vector_nbytes).tolist()]
     return CompactPlan(
         word_nbytes,
         len(shapes),
@@ -136,10 +149,12 @@ def plan_compact(
         tuple(regions),
         canonical,
         table,
-        np.concatenate(vectors) if vectors else np.zeros(0, dtype=np.int64),
+        vector_nbytes,
         torch.from_numpy(table).to(device),
         first,
         torch.from_numpy(first.astype(np.int32)).to(device),
+        torch.from_numpy(segment_words).to(device),
+        tuple((v, ids, torch.from_numpy(ids).to(device)) for v, ids in classes),
         device,
     )
 

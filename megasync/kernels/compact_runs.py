@@ -20,10 +20,10 @@ from megasync.types import SEGMENT_WORDS
 PIECE_VECTORS = 8192
 """Vectors of a piece at most: their numbers fit the scratch's u16, and a piece of 8-byte vectors is 64 KiB."""
 
-PIECE_COLUMNS = 14
+PIECE_COLUMNS = 15
 """Columns of a piece's row: live address, live row step (bytes), multiplier, shift and vectors of a row, first vector,
 vectors, snapshot offset of vector 0, segment position of word 0, its step a row, canonical word 0, its step a row,
-tensor, segment."""
+tensor, segment, vectors of all pieces before (filled in by the plan)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,5 +210,5 @@ def pieces_of(run: Run, tensor: int, first_segment: int) -> tuple[np.ndarray, in
     out[:, 8] = run.position - segment * SEGMENT_WORDS
     out[:, 9] = run.position_step
     out[:, 10], out[:, 11] = run.flat, run.flat_step
-    out[:, 12], out[:, 13] = tensor, first_segment + segment
+    out[:, 12], out[:, 13], out[:, 14] = tensor, first_segment + segment, 0
     return out, vector

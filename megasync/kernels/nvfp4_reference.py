@@ -54,8 +54,22 @@ def amax_reference(x: torch.Tensor) -> torch.Tensor:
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    largest = x.abs().amax().float()
+    largest = magnitude_bits(x).amax().view(x.dtype).float()
     return torch.where(torch.isfinite(largest), largest, torch.inf)
+
+
+def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
+    """Bits of ``|x|``, which order like the magnitudes, NaN above infinity above all; integers reduce twice as fast.
+
+    Args:
+        x: bfloat16 or float32, any shape, any strides.
+
+    Returns:
+        int16 or int32 of the same shape.
+    """
+    if x.dtype is torch.bfloat16:
+        return x.view(torch.int16) & 0x7FFF
+    return x.view(torch.int32) & 0x7FFFFFFF
 
 
 def e2m1_codes(y: torch.Tensor) -> torch.Tensor:
@@ -90,7 +104,7 @@ def block_amax(x: torch.Tensor, two_d: bool) -> torch.Tensor:
         fp32 ``[rows, n]``; for ``two_d`` each value is repeated for the rows of its block.
     """
     rows = x.shape[0]
-    b = x.unflatten(1, (-1, BLOCK)).abs().amax(dim=2).float()
+    b = magnitude_bits(x).unflatten(1, (-1, BLOCK)).amax(dim=2).view(x.dtype).float()
     if not two_d:
         return b
     short = -rows % BLOCK

@@ -51,7 +51,7 @@ def describe(live: Mapping[str, torch.Tensor]) -> tuple[LiveTensor, ...]:
     Raises:
         PlanError: A tensor has no readable storage (meta, sparse, quantised wrappers); all such names are listed.
     """
-    odd = [name for name, t in live.items() if t.layout != torch.strided or t.device.type == "meta" or t.is_quantized]
+    odd = [name for name, t in live.items() if not _is_plain(t)]
     if odd:
         raise PlanError(f"live tensors without a plain storage: {odd}; leave them out, or map what they wrap")
     owner: dict[tuple[str, int], str] = {}
@@ -155,3 +155,10 @@ def seen_bytes(described: Sequence[LiveTensor]) -> dict[str, np.ndarray]:
             stride = (*(s * size for s in r.stride), 1)
             mask.as_strided(shape, stride, r.offset * size).fill_(True)
     return {name: mask.numpy() for name, mask in out.items()}
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    """Whether a tensor is elements at strides of memory; wrappers say so of themselves but have no memory."""
+    if t.layout != torch.strided or t.device.type == "meta" or t.is_quantized:
+        return False
+    return not t.numel() or t.untyped_storage().data_ptr() != 0

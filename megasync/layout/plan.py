@@ -167,7 +167,13 @@ class ProbedPlan:
 
         Returns:
             The plan; verify it on the other layer before use.
+
+        Raises:
+            ValueError: Two names become one.
         """
+        for names, rename in ((self.specs, canonical), ([r.name for r in self.live], live)):
+            if len({rename(n) for n in names}) < len(names):
+                raise ValueError(f"names of the plan become equal under the new naming: {sorted(names)[:8]}")
         layouts = {
             canonical(name): replace(layout, records=tuple(replace(r, storage=live(r.storage)) for r in layout.records))
             for name, layout in self.layouts.items()

@@ -20,7 +20,7 @@ from megasync.layout.probe_codes import Reader, Round, nibble_round, word_round
 from megasync.layout.probe_fit import NoFitError, fit
 from megasync.layout.probe_loads import Loads, covered_bytes, mismatched, sources_of
 from megasync.layout.probe_merge import layout_of
-from megasync.layout.probe_patterns import PACKED, dtype_name, random_tensor
+from megasync.layout.probe_patterns import PACKED, dtype_name, ramp_tensors, random_tensor
 from megasync.layout.prove import validate, validate_all
 
 
@@ -30,7 +30,7 @@ def probe(load_fn: LoadFn, specs: Specs, *, num_draws: int = 2, any_bytes: bool 
     Args:
         load_fn: Takes canonical tensors (name to CPU tensor, contiguous, new at every call), loads them as the engine
             does, post-processing included, and returns the live tensors by name: any dtype, device and strides, the
-            same ones or new ones at every call. Called some ten times.
+            same ones or new ones at every call. Called some fifteen times.
         specs: Canonical name to extents and torch dtype of every tensor that ``load_fn`` takes.
         num_draws: Draws of random bytes, of each kind, that the plan is verified on.
         any_bytes: Verify on NaN and infinity patterns too. Switch off only for a loader that cannot take them; the plan
@@ -57,10 +57,11 @@ def probe(load_fn: LoadFn, specs: Specs, *, num_draws: int = 2, any_bytes: bool 
         reasons |= {n: w for n, w in why.items() if w or n not in reasons}
     layouts = {n: layouts[n] for n in specs if n in layouts}
     validate_all(layouts, loads.nbytes)
+    draws = [(ramp_tensors(specs, falling=f, per_tensor=t), True) for f in (False, True) for t in (False, True)]
     for finite in [True] * num_draws + [False] * (num_draws if any_bytes else 0):
-        canonical = {n: random_tensor(*s, rng, finite=finite) for n, s in specs.items()}
-        storages = loads.run(canonical)
-        for name in mismatched(layouts, storages, canonical):
+        draws.append(({n: random_tensor(*s, rng, finite=finite) for n, s in specs.items()}, finite))
+    for canonical, finite in draws:
+        for name in mismatched(layouts, loads.run(canonical), canonical):
             reasons[name] = (
                 "value transform: the loader moves codes but changes other values"
                 if finite
@@ -93,11 +94,12 @@ def verify_on(plan: ProbedPlan, load_fn: LoadFn, specs: Specs, *, num_draws: int
     wrong: set[str] = set()
     for finite in [True] * num_draws + [False] * num_draws:
         canonical = {n: random_tensor(*s, rng, finite=finite) for n, s in specs.items()}
-        wrong |= set(mismatched(dict(plan.layouts), loads.run(canonical), canonical))
+        storages = loads.run(canonical)
         if loads.described != plan.live:
             raise PlanError(
                 "the live tensors are not those of the plan: other names, shapes or strides; probe this layer"
             )
+        wrong |= set(mismatched(plan.layouts, storages, canonical))
     moved = loads.changed_live(covered_bytes(plan.layouts, loads.nbytes))
     wrong |= set(moved) - set(plan.derived) - set(plan.unstable)
     if wrong:
@@ -116,7 +118,7 @@ def _discover(
             if name in targets:
                 tensors[name] = codes.tensor(targets[name], index)
             elif fixed is not None:
-                tensors[name] = fixed[name].clone()
+                tensors[name] = fixed[name]
             else:
                 tensors[name] = torch.empty(shape, dtype=dtype)
         reader.take(index, loads.run(tensors))

@@ -178,7 +178,7 @@ def _fit_box(
     table: np.ndarray, box: Sequence[tuple[int, int]], storage: str, unit: Unit, word_nbytes: int
 ) -> list[Remap]:
     part = table[tuple(slice(a, b) for a, b in box)]
-    reason = "its places depend on several axes at once"
+    reasons = ["its places depend on several axes at once"]
     for merge in _merges(part.shape):
         extents = tuple(prod(part.shape[a] for a in group) for group in merge)
         joined = part.reshape(extents)
@@ -188,21 +188,20 @@ def _fit_box(
         try:
             runs = [runs_of(t) for t in tables]
         except NoFitError as e:
-            reason = str(e)
+            reasons.append(str(e))
             continue
         if any(len(r) > 1 and len(group) > 1 for r, group in zip(runs, merge, strict=True)):
-            reason = "its places jump inside merged axes"
             continue
         combinations = list(product(*runs))
         if len(combinations) > MAX_RECORDS:
-            reason = f"its places need more than {MAX_RECORDS} records"
+            reasons.append(f"its places need more than {MAX_RECORDS} records")
             continue
         if max(sum(len(r.digits) for r in c) for c in combinations) > MAX_DIGITS:
-            reason = f"its places need more than {MAX_DIGITS} digits"
+            reasons.append(f"its places need more than {MAX_DIGITS} digits")
             continue
         corner = int(joined.reshape(-1)[0])
         return [_record(table.shape, box, merge, c, corner, storage, unit, word_nbytes) for c in combinations]
-    raise NoFitError(reason)
+    raise NoFitError(reasons[min(1, len(reasons) - 1)])
 
 
 def _merges(shape: Sequence[int]) -> list[tuple[tuple[int, ...], ...]]:

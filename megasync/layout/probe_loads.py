@@ -41,7 +41,7 @@ class Loads:
         """Loads canonical tensors and copies the live bytes.
 
         Args:
-            canonical: Canonical name to CPU tensor; the loader may keep or change them.
+            canonical: Canonical name to CPU tensor; the loader gets copies, which it may keep or change.
 
         Returns:
             Storage name to uint8 ``[nbytes]``, host memory of the caller's own.
@@ -51,9 +51,11 @@ class Loads:
         """
         self._count += 1
         try:
-            live = dict(self._load_fn(dict(canonical)))
+            live = dict(self._load_fn({name: t.clone() for name, t in canonical.items()}))
         except Exception as e:
-            raise PlanError(f"probe: the loader failed on load {self._count}: {type(e).__name__}: {e}") from e
+            raise PlanError(
+                f"probe: the loader failed on load {self._count}, of random or coded values: {type(e).__name__}: {e}"
+            ) from e
         described = describe(live)
         storages = snapshot(live, described)
         if not self._first:
@@ -182,7 +184,7 @@ def sources_of(
     ]
 
     def load(changed: Sequence[str], other: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        return loads.run({n: (other if n in changed else middle)[n].clone() for n in specs})
+        return loads.run({n: (other if n in changed else middle)[n] for n in specs})
 
     reference, again = load((), middle), load((), middle)
     unstable = []

@@ -7,6 +7,7 @@ megasync.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -123,6 +124,41 @@ def leveled_tensor(
     first, last = int(low * alphabet.size), max(int(low * alphabet.size) + 1, int(high * alphabet.size))
     symbols = rng.integers(first, last, prod(shape), dtype=np.uint64) + np.uint64(alphabet.first)
     return as_tensor(symbols.astype(f"<u{dtype.itemsize}"), shape, dtype)
+
+
+def ramp_tensors(
+    specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, falling: bool, per_tensor: bool
+) -> dict[str, torch.Tensor]:
+    """Tensors whose values rise, or fall, from word to word.
+
+    A maximum or minimum over words or tensors picks different words of a rising and a falling ramp, so that it is not
+    taken for a move, which over random draws it may be when it has few inputs.
+
+    Args:
+        specs: Canonical name to extents and torch dtype.
+        falling: Fall instead of rise.
+        per_tensor: A ramp in each tensor; else one over all tensors of a dtype, in the order of ``specs``.
+
+    Returns:
+        Canonical name to tensor, CPU, contiguous.
+    """
+    totals: dict[torch.dtype, int] = {}
+    for shape, dtype in specs.values():
+        totals[dtype] = totals.get(dtype, 0) + prod(shape)
+    before: dict[torch.dtype, int] = {}
+    out = {}
+    for name, (shape, dtype) in specs.items():
+        first, total = (0, prod(shape)) if per_tensor else (before.get(dtype, 0), totals[dtype])
+        before[dtype] = before.get(dtype, 0) + prod(shape)
+        alphabet = ALPHABETS[dtype_name(dtype)]
+        levels = (
+            (first + np.arange(prod(shape), dtype=np.float64)) / max(total - 1, 1) * (min(alphabet.size, 1 << 50) - 1)
+        )
+        symbols = levels.astype(np.uint64)
+        if falling:
+            symbols = np.uint64(alphabet.size - 1) - symbols
+        out[name] = as_tensor((symbols + np.uint64(alphabet.first)).astype(f"<u{dtype.itemsize}"), shape, dtype)
+    return out
 
 
 def as_tensor(words: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

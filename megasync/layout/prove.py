@@ -17,10 +17,12 @@ import numpy as np
 from megasync.errors import PlanError
 from megasync.layout.lines import digit_extent
 from megasync.layout.modes import Layout, Remap
-from megasync.layout.views import box_offsets, physical_range
+from megasync.layout.views import box_offsets, free_parts, physical_range
 
 ENUMERATION_LIMIT = 1 << 22
 """Units that may be enumerated where arithmetic does not decide."""
+
+_MAX_PAIRS = 4096
 
 _Lattice = tuple[int, list[tuple[int, int]]]
 """A base and ``(stride, count)`` digits, in nibbles, strides positive, counts above 1."""
@@ -94,8 +96,11 @@ def are_apart(a: Remap, b: Remap) -> bool | None:
     Returns:
         True or False where arithmetic or a small enumeration decides, None where neither does.
     """
-    one, two = _lattice(a), _lattice(b)
-    if _lattices_apart(one, two):
+    if _lattices_apart(_lattice(a), _lattice(b)):
+        return True
+    # Rims: a last tile that is shared by two tensors is told apart only where each record is cut at its own rim.
+    ones, twos = _lattices(a), _lattices(b)
+    if len(ones) * len(twos) <= _MAX_PAIRS and all(_lattices_apart(x, y) for x in ones for y in twos):
         return True
     if a.num_units + b.num_units > ENUMERATION_LIMIT:
         return None
@@ -173,20 +178,31 @@ def _unit_nibbles(r: Remap) -> int:
 
 def _lattice(r: Remap) -> _Lattice:
     """The offsets of a record, in nibbles, as free digits: a set that holds every offset of the record."""
-    unit = _unit_nibbles(r)
-    base, digits = r.base * unit, [(1, unit)] if unit > 1 else []
+    base, free = r.base, []
     for d in r.digits:
         low, high = r.group_range(d.axis)
-        count = digit_extent(r, d)
         first = low // d.src_stride if not d.extent or high < d.src_stride * d.extent else 0
-        count -= first
-        step = d.dst_stride * unit
-        base += first * step
+        base += first * d.dst_stride
+        free.append((digit_extent(r, d) - first, d.dst_stride))
+    return _in_nibbles(r, base, free)
+
+
+def _lattices(r: Remap) -> list[_Lattice]:
+    """The offsets of a record, in nibbles, as few lattices that hold exactly them; one larger one where that fails."""
+    parts = free_parts(r)
+    return [_lattice(r)] if parts is None else [_in_nibbles(r, base, free) for base, free in parts]
+
+
+def _in_nibbles(r: Remap, base: int, free: Iterable[tuple[int, int]]) -> _Lattice:
+    unit = _unit_nibbles(r)
+    start, digits = base * unit, [(1, unit)] if unit > 1 else []
+    for count, stride in free:
+        step = stride * unit
         if step < 0:
-            base, step = base + (count - 1) * step, -step
+            start, step = start + (count - 1) * step, -step
         if count > 1:
             digits.append((step, count))
-    return base, sorted(digits)
+    return start, sorted(digits)
 
 
 def _stacked(digits: Iterable[tuple[int, int]]) -> bool:

@@ -130,6 +130,31 @@ def physical_range(record: Remap) -> tuple[int, int]:
     return low, high
 
 
+def free_parts(record: Remap) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...] | None:
+    """Cuts a record's box into parts over which every digit runs freely.
+
+    Args:
+        record: Any record.
+
+    Returns:
+        ``(base, ((count, stride), ...))`` per part, in units: the offsets of the part are exactly the base plus every
+        combination of the digits. None where the digits of an axis overlap, or there are too many parts.
+    """
+    per_group = []
+    for g in range(len(record.merge)):
+        digits = sorted((d for d in record.digits if d.axis == g), key=lambda d: d.src_stride)
+        blocks = _blocks(digits, *record.group_range(g))
+        if blocks is None:
+            return None
+        per_group.append(blocks)
+    if prod(len(b) for b in per_group) > _MAX_PARTS:
+        return None
+    return tuple(
+        (record.base + sum(at for _, at, _ in c), tuple((n, t) for _, _, dims in c for n, _, t in dims))
+        for c in product(*per_group)
+    )
+
+
 def _blocks(digits: list[Digit], lo: int, hi: int) -> list[_Block] | None:
     """Cuts an interval of one merged coordinate into blocks over which every digit runs freely."""
     if not digits:

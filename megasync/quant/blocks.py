@@ -50,9 +50,7 @@ def check_box(box: Box, shape: Sequence[int], formula: Formula, name: str) -> No
         PlanError: Naming tensor, box and block, and saying what to do.
     """
     check_shape(shape, formula, name)
-    for axis, (start, extent, whole, size) in enumerate(
-        zip(box.start, box.extent, shape, formula.block, strict=True)
-    ):
+    for axis, (start, extent, whole, size) in enumerate(zip(box.start, box.extent, shape, formula.block, strict=True)):
         block = size or whole
         # A tensor-wide scale is known before, so a box may be cut anywhere; a row-wide one needs the whole row.
         if formula.block == (0, 0) or not whole:

@@ -158,7 +158,7 @@ def _published(binding: Binding) -> np.ndarray:
 def _check_frozen(binding: Binding, table: np.ndarray, pool: ThreadPoolExecutor | None) -> None:
     frozen = np.setdiff1d(binding.group_ids, _published(binding))
     if len(frozen):
-        found = audit(binding, pool, ids=frozen)
+        found = audit(binding, pool, ids=frozen, derived=False)
         wrong = frozen[(found != table[frozen]).any(axis=1)]
         if len(wrong):
             raise BaseMismatchError(
@@ -228,7 +228,7 @@ def _tiles(
         grid = binding.schema.grids[tensor_id]
         for tile in range(grid.num_tiles):
             if (tensor_id, tile) not in listed:
-                held = held_all.clipped(grid.box(tile))
-                if held is not None:
-                    zeros = np.zeros(held.layout.slice_shape, WORD_DTYPES[held.layout.word_nbytes])
-                    yield tensor_id, tile, held, zeros
+                part = held_all.clipped(grid.box(tile))
+                if part is not None:
+                    zeros = np.zeros(part.layout.slice_shape, WORD_DTYPES[part.layout.word_nbytes])
+                    yield tensor_id, tile, part, zeros

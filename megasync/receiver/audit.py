@@ -54,13 +54,16 @@ def live_sums(binding: Binding, tensor_id: int) -> Sums:
     return Sums.join(found)
 
 
-def audit(binding: Binding, pool: ThreadPoolExecutor | None, *, ids: np.ndarray | None = None) -> np.ndarray:
+def audit(
+    binding: Binding, pool: ThreadPoolExecutor | None, *, ids: np.ndarray | None = None, derived: bool = True
+) -> np.ndarray:
     """State digests of the live tensors. *Collective*.
 
     Args:
         binding: This rank.
         pool: Threads to read on, None for the caller's.
         ids: int64, ascending: which tensors; all that the engine holds by default.
+        derived: Compare derived tensors too.
 
     Returns:
         uint8 ``[len(ids), 16]``.
@@ -75,7 +78,8 @@ def audit(binding: Binding, pool: ThreadPoolExecutor | None, *, ids: np.ndarray 
         mine = [int(i) for i in chosen if int(i) in binding.held]
         run = map if pool is None else pool.map
         sums = list(run(lambda i: live_sums(binding, i), mine))
-        binding.shadows.check(binding.engine.tensors(), binding.storages)
+        if derived:
+            binding.shadows.check(binding.engine.tensors(), binding.storages)
         return [sums]
 
     (total,) = tally(binding, f"audit of {binding.engine.name}", chosen, body)

@@ -82,7 +82,6 @@ class Binding:
     group_ids: np.ndarray
     marks: dict[str, StorageMark]
     mirrors: tuple[Mirror, ...]
-    _first_tile: np.ndarray = field(repr=False)
     _needed: np.ndarray = field(repr=False)
     _views: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False)
 
@@ -97,7 +96,7 @@ class Binding:
 
     def needs(self, tensor_ids: np.ndarray, tiles: np.ndarray) -> np.ndarray:
         """Whether this rank holds words of tiles, bool ``[T]``."""
-        out: np.ndarray = self._needed[self._first_tile[tensor_ids] + tiles]
+        out: np.ndarray = self._needed[self.schema.first_tile[tensor_ids] + tiles]
         return out
 
     def frames_of(self, manifest: Manifest) -> np.ndarray:
@@ -162,11 +161,9 @@ def bind(engine: Engine, schema: Schema, *, shadow_limit_nbytes: int) -> Binding
         marks = mark_all(tensors, names)
     claims = [msgspec.msgpack.decode(b, type=_Claims) for b in ballot.result]
     _check_coverage(schema, np.sum([np.frombuffer(c.words, "<i8") for c in claims], axis=0), excluded, engine)
-    first_tile, needed = _needed_tiles(schema, layouts)
     group = np.array([i for i in range(len(schema.tensors)) if i not in excluded], dtype=np.int64)
-    return Binding(
-        engine, schema, leads, storages, shadows, excluded, group, marks, _mirrors(claims), first_tile, needed
-    )
+    needed = _needed_tiles(schema, layouts)
+    return Binding(engine, schema, leads, storages, shadows, excluded, group, marks, _mirrors(claims), needed)
 
 
 def _resolve(
@@ -308,10 +305,9 @@ def _check_coverage(schema: Schema, total: np.ndarray, excluded: Mapping[int, st
         )
 
 
-def _needed_tiles(schema: Schema, layouts: Mapping[int, Layout]) -> tuple[np.ndarray, np.ndarray]:
-    num = np.array([g.num_tiles for g in schema.grids], dtype=np.int64)
-    first = np.cumsum(num) - num
-    needed = np.zeros(int(num.sum()), dtype=bool)
+def _needed_tiles(schema: Schema, layouts: Mapping[int, Layout]) -> np.ndarray:
+    first = schema.first_tile
+    needed = np.zeros(int(first[-1]), dtype=bool)
     for i, x in layouts.items():
         needed[first[i] + schema.grids[i].tiles_of(Box(x.start, x.slice_shape))] = True
-    return first, needed
+    return needed

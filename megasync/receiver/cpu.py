@@ -150,7 +150,7 @@ class CpuBackend(Backend):
             run = place_run(
                 self.kinds.kinds[k],
                 (ids[chosen], self.kinds.bases[k][rows], self.kinds.storages[k][rows]),
-                tiles[chosen],
+                (self.kinds.starts[k][tiles[chosen]], self.kinds.extents[k][tiles[chosen]]),
                 counts[chosen],
                 np.concatenate([positions[s] for s in spans]) if len(spans) > 1 else positions[spans[0]],
                 np.concatenate([values[s] for s in spans]) if len(spans) > 1 else values[spans[0]],

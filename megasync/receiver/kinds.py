@@ -45,6 +45,8 @@ class Kinds:
         kinds: The kinds.
         of: int32 ``[num_tensors]``, kind of each tensor, -1 where this rank holds nothing of it.
         row: int32 ``[num_tensors]``, row of each tensor in the arrays of its kind.
+        starts: For each kind int64 ``[num_tiles, ndim]``: where its tiles begin.
+        extents: For each kind int64 ``[num_tiles, ndim]``: how large they are.
         bases: For each kind int64 ``[rows, records]``: what to add to the offsets.
         storages: For each kind int32 ``[rows, records]``: index into ``names``.
         names: Storage names.
@@ -53,6 +55,8 @@ class Kinds:
     kinds: tuple[Kind, ...]
     of: np.ndarray
     row: np.ndarray
+    starts: tuple[np.ndarray, ...]
+    extents: tuple[np.ndarray, ...]
     bases: tuple[np.ndarray, ...]
     storages: tuple[np.ndarray, ...]
     names: tuple[str, ...]
@@ -77,10 +81,13 @@ def kinds_of(binding: Binding) -> Kinds:
         of[i], row[i] = at, len(bases[at])
         bases[at].append([r.base for r in layout.records])
         storages[at].append([index[r.storage] for r in layout.records])
+    boxes = [k.grid.boxes(np.arange(k.grid.num_tiles)) for k in found]
     return Kinds(
         tuple(found),
         of,
         row,
+        tuple(b[0] for b in boxes),
+        tuple(b[1] for b in boxes),
         tuple(np.array(b, dtype=np.int64) for b in bases),
         tuple(np.array(s, dtype=np.int32) for s in storages),
         names,

@@ -17,7 +17,7 @@ from megasync.schema import runs_of_equal
 def place_run(
     kind: Kind,
     tensors: tuple[np.ndarray, np.ndarray, np.ndarray],
-    tiles: np.ndarray,
+    boxes: tuple[np.ndarray, np.ndarray],
     counts: np.ndarray,
     positions: np.ndarray,
     values: np.ndarray,
@@ -29,7 +29,7 @@ def place_run(
         kind: The kind of all tensors concerned.
         tensors: Tensor id int64 ``[T]``, bases int64 ``[T, records]`` and storage indices int32 ``[T, records]`` of each
             tile's tensor; equal ids follow on one another.
-        tiles: Tile numbers ``[T]``.
+        boxes: Starts and extents of the tiles, int64 ``[T, ndim]`` each.
         counts: int64 ``[T]``, changed words of each tile, none 0.
         positions: u32 ``[n]``.
         values: ``<u{w}`` ``[n]``.
@@ -39,16 +39,16 @@ def place_run(
         The run, None where this rank holds none of the words.
     """
     ids, bases, storages = tensors
-    starts, extents = kind.grid.boxes(tiles)
+    starts, extents = boxes
     coords = coordinates(starts, extents, counts, positions)
     tile = None
     units = [_units(kind, r, coords, starts, extents) for r in kind.records]
     held = _covered(units, kind.lead, len(positions))
     if held is not None:
-        tile = np.repeat(np.arange(len(tiles)), counts)[held]
+        tile = np.repeat(np.arange(len(ids)), counts)[held]
         if not len(tile):
             return None
-        counts = np.bincount(tile, minlength=len(tiles))
+        counts = np.bincount(tile, minlength=len(ids))
         some = counts > 0
         ids, bases, storages, counts = ids[some], bases[some], storages[some], counts[some]
         coords, values = [c[held] for c in coords], values[held]

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from megasync.errors import RankFailedError, RetryError
+from megasync import errors
+from megasync.errors import RankFailedError
 from megasync.receiver.engine import Engine
 
 T = TypeVar("T")
@@ -21,8 +22,8 @@ _MAX_CAUSE = 2000
 
 
 class _Ballot(msgspec.Struct, array_like=True, frozen=True):
+    kind: str
     error: str | None
-    retry: bool
     data: bytes
 
 
@@ -51,9 +52,9 @@ def vote(engine: Engine, what: str) -> Iterator[Vote]:
         Set ``data`` on it; ``result`` has every rank's after the block.
 
     Raises:
-        RankFailedError: Another rank failed, or several ranks are there and this one did; the cause of each in it.
-        RetryError: Every rank that failed asks for a retry.
         BaseException: The body's own error where the engine has one rank.
+        MegasyncError: The class that all failing ranks' errors share, so that the caller knows what to do next.
+        RankFailedError: Ranks failed in different ways, or with errors that are not megasync's; the cause of each in it.
     """
     mine = Vote()
     error: BaseException | None = None
@@ -66,16 +67,18 @@ def vote(engine: Engine, what: str) -> Iterator[Vote]:
     if engine.num_ranks == 1:
         mine.result = [mine.data]
         return
-    text = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_CAUSE]
-    ballot = _Ballot(text, isinstance(error, RetryError), b"" if error is not None else mine.data)
+    text = None if error is None else str(error)[:_MAX_CAUSE]
+    ballot = _Ballot(type(error).__name__, text, b"" if error is not None else mine.data)
     raw = engine.gather(msgspec.msgpack.encode(ballot))
     ballots = [msgspec.msgpack.decode(b, type=_Ballot) for b in raw]
-    causes = {rank: b.error for rank, b in enumerate(ballots) if b.error is not None}
+    causes = {rank: f"{b.kind}: {b.error}" for rank, b in enumerate(ballots) if b.error is not None}
     if error is not None and not isinstance(error, Exception):
         raise error
-    if causes and all(b.retry for b in ballots if b.error is not None):
-        raise RetryError(f"{what}: {'; '.join(f'rank {r}: {c}' for r, c in causes.items())}") from error
     if causes:
+        kinds = {b.kind for b in ballots if b.error is not None}
+        shared = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
+        if shared is not None and shared is not RankFailedError:
+            raise shared(f"{what}: " + "; ".join(f"rank {r}: {c}" for r, c in causes.items())) from error
         raise RankFailedError(what, causes) from error
     mine.result = [b.data for b in ballots]
 

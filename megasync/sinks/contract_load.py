@@ -12,7 +12,6 @@ from megasync.errors import SinkConflictError
 from megasync.sinks.contract_place import Place, expect, in_threads, peak, raises
 
 _MIB = 1 << 20
-_LARGE_MIB = 64
 # What may be in memory beside the object itself: pieces, buffers, the interpreter's own.
 _SLACK_NBYTES = 16 * _MIB
 
@@ -62,27 +61,27 @@ def check_create_race(place: Place) -> None:
 
 
 def check_large_object(place: Place) -> None:
-    """64 MiB pass through with the object in memory once at most (not at all where the sink need not hold it)."""
+    """A large object (64 MiB) passes through, in memory once at most, and not at all where the sink need not hold it."""
     block = hashlib.sha256(b"block").digest() * (_MIB // 32)
     digest = hashlib.sha1(usedforsecurity=False)
 
     def parts() -> Iterator[bytes]:
-        for number in range(_LARGE_MIB):
+        for number in range(place.large_mib):
             part = number.to_bytes(8, "little") + block[8:]
             digest.update(part)
             yield part
 
-    total = _LARGE_MIB * _MIB
+    total = place.large_mib * _MIB
     with place.open() as sink:
-        with peak(place, total + _SLACK_NBYTES, "creating 64 MiB"):
+        with peak(place, total + _SLACK_NBYTES, "creating a large object"):
             expect(sink.create("run/large", parts()) == total, "all bytes were written")
         with place.open() as reader:
             out = bytearray(total)
-            with peak(place, _SLACK_NBYTES, "reading 64 MiB into memory"):
+            with peak(place, _SLACK_NBYTES, "reading a large object into memory"):
                 reader.read_into("run/large", 0, memoryview(out))
             found = hashlib.sha1(out, usedforsecurity=False).digest()
             expect(found == digest.digest(), "a large object reads back as it was written")
-            with peak(place, total + _SLACK_NBYTES, "reading 64 MiB"):
+            with peak(place, total + _SLACK_NBYTES, "reading a large object"):
                 expect(reader.read("run/large") == out, "a large object reads back as it was written")
             with peak(place, _SLACK_NBYTES, "creating an equal object"):
                 expect(sink.create("run/large", [out]) == total, "an equal large object is success")

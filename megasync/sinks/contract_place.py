@@ -22,12 +22,14 @@ class Place:
         open: Makes one more sink object at this place.
         url: How another process opens it with ``open_sink``; empty where only this process can.
         options: Options for that.
+        large_mib: Size of the large object of ``check_large_object`` in MiB; at least 20 to be cut everywhere.
         measured: Whether memory is measured; not where the place itself is in this process beside the sink.
     """
 
     open: Callable[[], Sink]
     url: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
+    large_mib: int = 64
     measured: bool = True
 
 

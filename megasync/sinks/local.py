@@ -252,6 +252,8 @@ class LocalSink(Sink):
 
     def sweep(self, *, min_age_s: float = 3600.0) -> int:
         """See ``Sink.sweep``. A temporary file whose writer lives is locked by it and stays."""
+        if not os.path.isdir(self.directory):  # noqa: PTH112
+            return 0
         with files.os_errors(f"sweep {self.describe()}"):
             return sum(
                 files.sweep_folder(folder, min_age_s)

@@ -67,15 +67,14 @@ def open_chain(root: str, folders: Sequence[str], *, create: bool) -> list[int]:
 
     Raises:
         FileNotFoundError: A folder does not exist.
-        NotADirectoryError: An object is where a folder should be (or a file where ``root`` should be).
+        NotADirectoryError: An object is where a folder should be.
+        ValueError: ``root`` is a file.
         FormatError: A symbolic link is where a folder should be.
     """
     for attempt in range(_ATTEMPTS):
-        if create and not os.path.isdir(root):  # noqa: PTH112
-            os.makedirs(root, exist_ok=True)  # noqa: PTH103
         chain: list[int] = []
         try:
-            chain.append(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            chain.append(_open_root(root, create=create))
             for part in folders:
                 chain.append(_open_folder(part, chain[-1], create=create))
             return chain
@@ -88,6 +87,15 @@ def open_chain(root: str, folders: Sequence[str], *, create: bool) -> list[int]:
             close_all(chain)
             raise
     raise AssertionError("unreachable")
+
+
+def _open_root(root: str, *, create: bool) -> int:
+    try:
+        if create and not os.path.isdir(root):  # noqa: PTH112
+            os.makedirs(root, exist_ok=True)  # noqa: PTH103
+        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (NotADirectoryError, FileExistsError) as error:
+        raise ValueError(f"{root} is no directory, or is below a file: it cannot be a sink") from error
 
 
 def _open_folder(part: str, parent: int, *, create: bool) -> int:

@@ -27,10 +27,11 @@ from megasync.telemetry import Telemetry
 from megasync.trainer.agree import all_gather_bytes
 from megasync.trainer.exporter import Exporter
 from megasync.trainer.inflight import Flight, InFlight, error_of, withdraw
-from megasync.trainer.mask import MaskedFrame, anchor_frames, mask_regions
+from megasync.trainer.mask import anchor_frames, mask_regions
 from megasync.trainer.publish import Outcome, Publishing
 from megasync.trainer.replicas import check_replicas
 from megasync.trainer.start import Started, start, together
+from megasync.versions.changes import MaskedFrame
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -106,7 +106,7 @@ class Exporter(ABC):
         """
         return 0.0
 
-    def check_alive(self) -> None:
+    def check_alive(self) -> None:  # noqa: B027
         """Check that no view has moved since ``pieces()``.
 
         Raises:

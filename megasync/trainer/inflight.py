@@ -21,11 +21,11 @@ import msgspec
 from megasync.errors import RankFailedError, RetryError, SinkConflictError
 from megasync.telemetry import Telemetry
 from megasync.trainer.agree import all_gather_bytes
-from megasync.trainer.encode import EncodedDelta, encode, entries_of
-from megasync.trainer.lineage import Lineage
-from megasync.trainer.mask import MaskedFrame
+from megasync.versions.lineage import Lineage
 from megasync.trainer.publish import Outcome, Publishing, publish
 from megasync.trainer.snapshot import Snapshot
+from megasync.versions.changes import MaskedFrame
+from megasync.versions.encode import EncodedDelta, encode, entries_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,49 +8,19 @@ take the fused kernel of megasync.kernels and give the same entries. Must not im
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megasync.digest import WordWeights
 from megasync.frames import MAX_FRAME_NBYTES
-from megasync.schema import Schema, runs_of_equal
+from megasync.schema import Schema
 from megasync.trainer.snapshot import Snapshot, to_tile
 from megasync.types import WORD_DTYPES, Entries, Lanes
+from megasync.versions.changes import MaskedFrame, TileChange, compact, cut_frames, mask_frame
 
-CLOSE_ENTRIES = 16_384
-"""A frame closes after the tile that brings it to so many entries: planes are then long enough to reach the bound."""
-
-_CHUNK_UNITS = 1 << 17  # 8-byte units compared at a time: the bool tile stays in the cache
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class MaskedFrame:
-    """The changed words of one frame and what they do to the state digests.
-
-    Attributes:
-        layer: Layer of all its tiles.
-        entries: The changed words.
-        change: Per tensor id, digest sum of new minus old.
-        touched_old: Per tensor id, digest sum of the old values at the changed words.
-    """
-
-    layer: int
-    entries: Entries
-    change: dict[int, Lanes]
-    touched_old: dict[int, Lanes]
-
-
-@dataclass(slots=True)
-class _Tile:
-    tensor_id: int
-    tile: int
-    positions: np.ndarray
-    old: np.ndarray
-    new: np.ndarray
-    writes: list[tuple[int, np.ndarray, np.ndarray]]  # region, index and new words, written when the frame closes
+_Write = tuple[int, np.ndarray, np.ndarray]
 
 
 def words_of(data: torch.Tensor) -> np.ndarray:
@@ -59,42 +29,8 @@ def words_of(data: torch.Tensor) -> np.ndarray:
     return data.detach().view(same).numpy().view(WORD_DTYPES[data.element_size()])
 
 
-def compact(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Where two runs of words differ.
-
-    Args:
-        old: ``<u{w}`` ``[n]``, contiguous.
-        new: The same.
-
-    Returns:
-        int64, ascending.
-    """
-    width = 8 // old.dtype.itemsize
-    whole = len(old) // width * width
-    a, b = old[:whole].view("<u8"), new[:whole].view("<u8")
-    differs = np.empty(min(len(a), _CHUNK_UNITS), dtype=bool)
-    found: list[np.ndarray] = []
-    for at in range(0, len(a), _CHUNK_UNITS):
-        stop = min(at + _CHUNK_UNITS, len(a))
-        chunk = np.not_equal(a[at:stop], b[at:stop], out=differs[: stop - at])
-        unit = np.flatnonzero(chunk)
-        if not len(unit):
-            continue
-        unit += at
-        if width > 1:
-            lane = np.flatnonzero((a[unit] ^ b[unit]).view(old.dtype))
-            unit = unit[lane // width] * width + lane % width
-        found.append(unit)
-    if whole < len(old):
-        found.append(np.flatnonzero(old[whole:] != new[whole:]) + whole)
-    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-
-
 def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
     """Mask every owned region and advance the snapshot to the live weights.
-
-    Frames take tiles of one layer and one word size in (tensor id, tile) order. A frame closes after the tile that
-    brings it to ``CLOSE_ENTRIES`` entries, or before one that would pass 64 MiB of weights.
 
     *Memory*: the snapshot is written frame by frame, before each is handed on: XOR the frames taken back into it to
     undo a pass that broke off.
@@ -104,29 +40,23 @@ def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
         snapshot: Its regions name the live memory.
 
     Yields:
-        Frames with at least one changed word.
+        Frames with at least one changed word (see ``versions.changes.cut_frames`` for where they end).
     """
-    pending: list[_Tile] = []
-    entries = nbytes = 0
-    for tile in _masked_tiles(schema, snapshot):
-        spec = schema.tensors[tile.tensor_id]
-        tile_nbytes = int(schema.grids[tile.tensor_id].tile_words(np.array([tile.tile]))[0]) * spec.word_nbytes
-        if pending:
-            first = schema.tensors[pending[0].tensor_id]
-            other = (first.layer, first.word_nbytes) != (spec.layer, spec.word_nbytes)
-            if other or entries >= CLOSE_ENTRIES or nbytes + tile_nbytes > MAX_FRAME_NBYTES:
-                yield _close(schema, snapshot, pending)
-                pending, entries, nbytes = [], 0, 0
-        pending.append(tile)
-        entries += len(tile.positions)
-        nbytes += tile_nbytes
-    if pending:
-        yield _close(schema, snapshot, pending)
+    writes: dict[tuple[int, int], list[_Write]] = {}
+    for tiles in cut_frames(schema, _changed_tiles(schema, snapshot, writes)):
+        frame = mask_frame(schema, tiles)
+        # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
+        for tile in tiles:
+            for i, index, words in writes.pop((tile.tensor_id, tile.tile)):
+                snapshot.words(i)[index] = words
+        yield frame
 
 
-def _masked_tiles(schema: Schema, snapshot: Snapshot) -> Iterator[_Tile]:
-    """Changed tiles in order; the regions of one tile are joined."""
-    pending: list[_Tile] = []
+def _changed_tiles(
+    schema: Schema, snapshot: Snapshot, writes: dict[tuple[int, int], list[_Write]]
+) -> Iterator[TileChange]:
+    """Changed tiles in order, the regions of one tile joined; what is to be written goes to ``writes``."""
+    pending: list[TileChange] = []
     for i, region in enumerate(snapshot.regions):
         old = snapshot.words(i)
         new = np.ascontiguousarray(words_of(region.data)).reshape(-1)
@@ -137,52 +67,19 @@ def _masked_tiles(schema: Schema, snapshot: Snapshot) -> Iterator[_Tile]:
         if not len(index):
             continue
         now = new[index]
-        position = to_tile(schema, region, index)
-        pending.append(_Tile(region.tensor_id, region.tile, position, old[index], now, [(i, index, now)]))
+        writes.setdefault((region.tensor_id, region.tile), []).append((i, index, now))
+        pending.append(TileChange(region.tensor_id, region.tile, to_tile(schema, region, index), old[index], now))
     if pending:
         yield _joined(pending)
 
 
-def _joined(parts: list[_Tile]) -> _Tile:
+def _joined(parts: list[TileChange]) -> TileChange:
     if len(parts) == 1:
         return parts[0]
     positions = np.concatenate([p.positions for p in parts])
     order = np.argsort(positions, kind="stable")
     old, new = np.concatenate([p.old for p in parts]), np.concatenate([p.new for p in parts])
-    writes = [write for p in parts for write in p.writes]
-    return _Tile(parts[0].tensor_id, parts[0].tile, positions[order], old[order], new[order], writes)
-
-
-def _close(schema: Schema, snapshot: Snapshot, tiles: list[_Tile]) -> MaskedFrame:
-    """The frame of some tiles; the snapshot advances here, so that frames handed on and snapshot never disagree."""
-    ids = np.array([t.tensor_id for t in tiles], dtype=np.uint32)
-    numbers = np.array([t.tile for t in tiles], dtype=np.uint32)
-    counts = np.array([len(t.positions) for t in tiles], dtype=np.uint32)
-    positions = np.concatenate([t.positions for t in tiles])
-    old, new = np.concatenate([t.old for t in tiles]), np.concatenate([t.new for t in tiles])
-    stops = np.cumsum(counts, dtype=np.int64)
-    change: dict[int, Lanes] = {}
-    touched_old: dict[int, Lanes] = {}
-    for a, b in runs_of_equal(ids):
-        tensor_id = int(ids[a])
-        span = slice(int(stops[a]) - int(counts[a]), int(stops[b - 1]))
-        flat = schema.grids[tensor_id].flat_index(np.repeat(numbers[a:b], counts[a:b]), positions[span])
-        weights = WordWeights.of(flat, schema.tensors[tensor_id].word_nbytes)
-        change[tensor_id] = weights.change(old[span], new[span])
-        touched_old[tensor_id] = weights.lanes(old[span])
-    for i, index, words in (write for t in tiles for write in t.writes):
-        snapshot.words(i)[index] = words
-    first = schema.tensors[tiles[0].tensor_id]
-    entries = Entries(
-        first.word_nbytes,
-        ids,
-        numbers,
-        schema.tile_words(ids, numbers),
-        counts,
-        positions.astype(np.uint32),
-        old ^ new,
-    )
-    return MaskedFrame(first.layer, entries, change, touched_old)
+    return TileChange(parts[0].tensor_id, parts[0].tile, positions[order], old[order], new[order])
 
 
 def anchor_frames(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:

@@ -16,7 +16,7 @@ from megasync.errors import BaseMismatchError, NeedsAnchorError, SchemaMismatchE
 from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.schema import Schema
-from megasync.trainer.lineage import sum_rows
+from megasync.versions.lineage import sum_rows
 from megasync.trainer.mask import words_of
 from megasync.trainer.snapshot import Snapshot
 from megasync.types import Entries, TensorSpec

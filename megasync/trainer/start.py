@@ -18,13 +18,13 @@ import torch
 from megasync.config import FirstDifference, PublishConfig
 from megasync.digest import XXH3_128, content_digest
 from megasync.errors import BaseMismatchError
-from megasync.manifest import Head, Manifest, decode_head, empty_table
+from megasync.manifest import Head, Manifest, decode_head
 from megasync.schema import Schema, require_same
 from megasync.sinks.base import Sink
 from megasync.trainer.agree import agree, all_gather_bytes, broadcast_bytes, rank_of
 from megasync.trainer.exporter import Exporter
-from megasync.trainer.lineage import Lineage, start_lineage
-from megasync.trainer.mask import compact, words_of
+from megasync.versions.lineage import Lineage, start_lineage
+from megasync.trainer.mask import words_of
 from megasync.trainer.metadata import exchange
 from megasync.trainer.plan import OwnershipPlan, make_plan
 from megasync.trainer.publish import HEAD_WRITER
@@ -39,8 +39,10 @@ from megasync.trainer.seed import (
     snapshot_sums,
 )
 from megasync.trainer.snapshot import Snapshot
+from megasync.versions.changes import compact
 from megasync.versions.checkpoint import Checkpoint
-from megasync.versions.head import claim, move_head, write_manifest, write_schema, write_state_table
+from megasync.versions.anchor import publish_checkpoint
+from megasync.versions.head import claim
 from megasync.versions.publication import PublicationReader
 
 if TYPE_CHECKING:
@@ -114,7 +116,9 @@ def start(
     plan = together(group, "ownership plan", timeout, lambda: make_plan(schema, holdings))
     _same_everywhere(group, plan.digest, "ownership plan", timeout)
     me = rank_of(group)
-    pieces = together(group, "owned pieces", timeout, lambda: exporter.own(plan.owned(me).named_boxes(), schema.tensors))
+    pieces = together(
+        group, "owned pieces", timeout, lambda: exporter.own(plan.owned(me).named_boxes(), schema.tensors)
+    )
     regions = together(group, "owned regions", timeout, lambda: match_regions(schema, plan, me, pieces))
     exporter.settle()
     check_replicas(schema, holdings, exporter.pieces(), group, timeout_s=timeout)
@@ -224,31 +228,8 @@ def _publish_checkpoint(sink: Sink, config: PublishConfig, group: ProcessGroup |
     data = b""
     if rank_of(group) == HEAD_WRITER:
         try:
-            states = lineage.states
-            root = content_digest(states.tobytes(), XXH3_128)
-            manifest = Manifest(
-                "checkpoint",
-                config.run,
-                lineage.head.fence,
-                0,
-                -1,
-                b"",
-                lineage.schema.digest,
-                (),
-                empty_table(),
-                np.empty(0, "<u4"),
-                np.empty((0, 16), np.uint8),
-                np.empty((0, 16), np.uint8),
-                root,
-                0,
-                root,
-                key=config.sign_key or None,
-            )
-            write_schema(sink, lineage.schema, timeout_s=config.timeout_s)
-            write_state_table(sink, config.run, root, states.tobytes(), timeout_s=config.timeout_s)
-            write_manifest(sink, manifest, timeout_s=config.timeout_s)
-            head = move_head(sink, lineage.head, manifest, timeout_s=config.timeout_s)
-            data = head.encode()
+            after = publish_checkpoint(sink, lineage, key=config.sign_key or None, timeout_s=config.timeout_s)
+            data = after.head.encode()
         except Exception as e:
             error = e
     agree(group, error, "publishing version 0", config.timeout_s)

@@ -1,4 +1,6 @@
-"""Anchors: publications with full bytes, whose payloads are safetensors files that any reader opens.
+"""Version 0: an anchor with full bytes, or a checkpoint that exists already, named by its state digests.
+
+An anchor's payloads are safetensors files that any reader opens.
 
 Each owner's tiles of a tensor are one entry, ``name@k`` with the owner's number in the payload, one-dimensional, tiles
 in ascending order and row-major inside. Where the tiles lie is in the manifest's frame table, whose frames point into
@@ -8,12 +10,18 @@ the file. Must not import trainer or receiver.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from megasync.digest import XXH3_128, content_digest
 from megasync.frames import FrameTable
+from megasync.manifest import Manifest, empty_table
 from megasync.schema import Schema
+from megasync.sinks.base import DEFAULT_TIMEOUT_S, Sink
 from megasync.versions.checkpoint import SUB_BYTE_BITS, header_bytes
+from megasync.versions.head import move_head, write_manifest, write_schema, write_state_table
+from megasync.versions.lineage import Lineage
 
 
 def anchor_header(schema: Schema, tables: Sequence[FrameTable]) -> bytes:
@@ -34,3 +42,45 @@ def anchor_header(schema: Schema, tables: Sequence[FrameTable]) -> bytes:
             dtype = "U8" if spec.dtype in SUB_BYTE_BITS else spec.dtype
             entries.append((f"{spec.name}@{k}", dtype, (num,), num * spec.word_nbytes))
     return header_bytes(entries, {"format": "megasync anchor 1", "run": schema.run, "schema": schema.digest.hex()})
+
+
+def publish_checkpoint(
+    sink: Sink, lineage: Lineage, *, key: bytes | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Lineage:
+    """Publish version 0 as a checkpoint that the engines load themselves; no payload is written.
+
+    Args:
+        sink: Where.
+        lineage: The claimed head and the checkpoint's digest sums.
+        key: Shared key to sign with.
+        timeout_s: Longest wait for each sink operation.
+
+    Returns:
+        The lineage at version 0.
+    """
+    schema, states = lineage.schema, lineage.states
+    root = content_digest(states.tobytes(), XXH3_128)
+    none = np.empty((0, 16), np.uint8)
+    manifest = Manifest(
+        what="checkpoint",
+        run=schema.run,
+        epoch=lineage.head.fence,
+        version=0,
+        base_version=-1,
+        base_digest=b"",
+        schema_digest=schema.digest,
+        payload_nbytes=(),
+        frames=empty_table(),
+        touched_ids=np.empty(0, "<u4"),
+        new_states=none,
+        touched_olds=none,
+        root=root,
+        num_changed=0,
+        state_table=root,
+        key=key,
+    )
+    write_schema(sink, schema, timeout_s=timeout_s)
+    write_state_table(sink, schema.run, root, states.tobytes(), timeout_s=timeout_s)
+    write_manifest(sink, manifest, timeout_s=timeout_s)
+    head = move_head(sink, lineage.head, manifest, timeout_s=timeout_s)
+    return replace(lineage, head=head, version=0, digest=manifest.digest)

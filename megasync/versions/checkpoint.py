@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -98,7 +98,7 @@ def _words(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
 
 
 class Checkpoint:
-    """A checkpoint directory (or one file), mapped read-only. Close it, or use it as a context.
+    """A checkpoint directory (or one file), read box by box through small read-only maps.
 
     Args:
         path: Directory with ``*.safetensors`` (and the index file where there are several), or one such file.
@@ -111,7 +111,7 @@ class Checkpoint:
         self.path = Path(path)
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files: dict[Path, BinaryIO] = {}
         for file in checkpoint_files(self.path):
             tensors, metadata = read_header(file)
             if twice := tensors.keys() & self.tensors.keys():
@@ -126,36 +126,46 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Unmap all files; views handed out keep their own map alive."""
-        self._maps.clear()
+        """Close all files; views handed out keep their own map alive."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
-    def words(self, name: str) -> np.ndarray:
-        """All words of a tensor, ``<u{w}`` in its shape in words (``(1,)`` for a scalar), mapped, read-only.
+    def box(self, name: str, box: Box) -> np.ndarray:
+        """Words of a box of a tensor.
+
+        Args:
+            name: The tensor.
+            box: In words; one axis of extent 1 for a scalar.
+
+        Returns:
+            ``<u{w}``, shape ``box.extent``, a read-only view of its own map, which covers the span of the box only: address
+            space and resident memory go with the view.
 
         Raises:
             KeyError: No such tensor.
         """
         t = self.tensors[name]
-        w = DTYPE_NBYTES[t.dtype]
-        if not t.nbytes:
-            return np.empty(t.shape, WORD_DTYPES[w])
-        if t.file not in self._maps:
-            with t.file.open("rb") as f:
-                self._maps[t.file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(self._maps[t.file], WORD_DTYPES[w], t.nbytes // w, t.offset).reshape(t.shape or (1,))
-
-    def box(self, name: str, box: Box) -> np.ndarray:
-        """Words of a box of a tensor; a view, read-only."""
-        return self.words(name)[tuple(slice(s, s + e) for s, e in zip(box.start, box.extent, strict=True))]
+        dtype = WORD_DTYPES[DTYPE_NBYTES[t.dtype]]
+        if not box.num_words:
+            return np.empty(box.extent, dtype)
+        shape = t.shape or (1,)
+        strides = [dtype.itemsize] * len(shape)
+        for i in range(len(shape) - 2, -1, -1):
+            strides[i] = strides[i + 1] * shape[i + 1]
+        first = sum(s * x for s, x in zip(strides, box.start, strict=True))
+        span = sum(s * (e - 1) for s, e in zip(strides, box.extent, strict=True)) + dtype.itemsize
+        if t.file not in self._files:
+            self._files[t.file] = t.file.open("rb")
+        skip = (t.offset + first) % mmap.ALLOCATIONGRANULARITY
+        window = mmap.mmap(
+            self._files[t.file].fileno(), skip + span, access=mmap.ACCESS_READ, offset=t.offset + first - skip
+        )
+        return np.ndarray(box.extent, dtype, window, skip, strides)
 
     def tile(self, name: str, grid: TileGrid, tile: int) -> np.ndarray:
-        """Words of a tile of a tensor; a view, read-only."""
+        """Words of a tile of a tensor; see ``box``."""
         return self.box(name, grid.box(tile))
-
-    def forget(self) -> None:
-        """Drop mapped pages from this process's memory; they are read again when touched."""
-        for mapped in self._maps.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def checkpoint_files(path: Path) -> list[Path]:

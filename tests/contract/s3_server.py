@@ -6,6 +6,7 @@ signatures are not checked.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import socket
 import threading
@@ -66,6 +67,7 @@ class S3Server:
         self._thread.join()
 
 
+@functools.lru_cache(64)
 def _tag(body: bytes) -> str:
     return '"' + hashlib.md5(body, usedforsecurity=False).hexdigest() + '"'
 

@@ -56,6 +56,7 @@ def _object_store_place(kind: str) -> Iterator[Place]:
             lambda: ObjectStoreSink.from_url("s3://bucket/some/prefix", **server.options),
             url="s3://bucket/some/prefix",
             options=server.options,
+            large_mib=20,
             measured=False,
         )
 

@@ -19,14 +19,15 @@ def full_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """Checkpoint tensors by Hugging Face name, from the raw parameters of all ranks."""
     whole: dict[str, torch.Tensor] = {}
-    for name, tensor in _gather(raws).items():
+    for name, tensor in gather_raw(raws).items():
         for hf, value in _convert(name, tensor, groups, head_dim, vocab_size, num_layers, shared, mla).items():
             assert hf not in whole, hf
             whole[hf] = value.contiguous()
     return whole
 
 
-def _gather(raws: list[Raw]) -> dict[str, torch.Tensor]:
+def gather_raw(raws: list[Raw]) -> dict[str, torch.Tensor]:
+    """Global Megatron tensors by unique name, from the raw parameters of all ranks, which must agree."""
     by_name: dict[str, list[Raw]] = defaultdict(list)
     for raw in raws:
         by_name[raw.name].append(raw)

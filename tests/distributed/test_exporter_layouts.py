@@ -15,7 +15,7 @@ import torch
 
 from launch.megatron_setup import TinyModel
 from megasync.types import TensorSpec
-from tests.distributed.full_gather import full_checkpoint
+from tests.distributed.full_gather import full_checkpoint, gather_raw
 from tests.distributed.harness import run_ranks
 from tests.distributed.hf_oracle import hf_logits
 from tests.distributed.megatron_cases import TOKENS, Case, Part, Report, preload_megatron, run_cases
@@ -41,6 +41,7 @@ CASES: dict[int, dict[str, Case]] = {
         "tp2-one-group": Case("llama", {"num_groups": 1}, {"tp": 2}, hf="Llama"),
         "tp2-stacked": Case("llama", {}, {"tp": 2}, metadata={}, num_steps=1),
         "tp2-singletons": Case("llama", {}, {"tp": 2}, metadata={"singleton_local_shards": True}, num_steps=1),
+        "tp2-passthrough": Case("passthrough", {}, {"tp": 2}),
         "pp2-vpp2": Case("llama", {}, {"pp": 2, "chunks": 2}, hf="Llama"),
         "cp2": Case("llama", {}, {"cp": 2}, hf="Llama"),
         "dp2": Case("llama", {}, {}, {"distributed_optimizer": False}, hf="Llama"),
@@ -111,7 +112,7 @@ def assemble(parts: list[Part], specs: dict[str, TensorSpec]) -> dict[str, torch
     return tensors
 
 
-@pytest.mark.parametrize(("size", "name"), _ALL)
+@pytest.mark.parametrize(("size", "name"), [(s, n) for s, n in _ALL if CASES[s][n].table != "passthrough"])
 def test_pieces_tile_and_equal_a_plain_full_gather(size: int, name: str, reports: Reports) -> None:
     case, ranks = CASES[size][name], reports(size, name)
     model, specs = TinyModel(**case.model), specs_of(ranks)
@@ -133,6 +134,22 @@ def test_pieces_tile_and_equal_a_plain_full_gather(size: int, name: str, reports
         assert tensors[tensor].dtype == value.dtype, tensor
         assert torch.equal(tensors[tensor], value), tensor
         assert specs[tensor].shape == tuple(value.shape)
+
+
+def test_pass_through_keeps_global_tensors(reports: Reports) -> None:
+    ranks = reports(2, "tp2-passthrough")
+    tensors = assemble([p for r in ranks for p in r.parts], specs_of(ranks))
+    expected = gather_raw([raw for r in ranks for raw in r.raws])
+    renamed = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    for old, new in renamed.items():
+        expected = {n.replace(old, new): t for n, t in expected.items()}
+    expected = {n: t for n, t in expected.items() if "inv_freq" not in n}
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(tensors[name], value), name
 
 
 @pytest.mark.parametrize(("size", "name"), [(s, n) for s, n in _ALL if CASES[s][n].hf])
@@ -158,7 +175,7 @@ def test_a_swapped_table_changes_the_logits(size: int, name: str, swap: str, rep
 
 
 @pytest.mark.parametrize(("size", "name"), [(1, "mtp-tied"), (2, "pp2-tied"), (2, "pp2-mtp"), (2, "tp2")])
-def test_tied_and_mtp_copies_are_aliases_of_one_tensor(size: int, name: str, reports: Reports) -> None:
+def test_case_82_tied_and_mtp_copies_are_aliases_of_one_tensor(size: int, name: str, reports: Reports) -> None:
     specs = specs_of(reports(size, name))
     aliases = {s.name: s.aliases for s in specs.values() if s.aliases}
     mtp_embedding, mtp_output = "model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"
@@ -173,7 +190,7 @@ def test_tied_and_mtp_copies_are_aliases_of_one_tensor(size: int, name: str, rep
     )
 
 
-def test_a_tied_embedding_is_held_by_first_and_last_stage(reports: Reports) -> None:
+def test_case_53_a_tied_embedding_is_held_by_first_and_last_stage(reports: Reports) -> None:
     for name in ("pp2-tied", "pp2-mtp"):
         holders = [{p.name for p in r.parts} for r in reports(2, name)]
         assert all("model.embed_tokens.weight" in names for names in holders)

@@ -99,9 +99,7 @@ def _transformer_engine(tile: tuple[int, int]) -> Oracle | None:
         utils = _load(f"{te}.pytorch.custom_recipes.reference_utils", recipes / "reference_utils.py")
         stubs[f"{te}.pytorch.custom_recipes"].reference_utils = utils  # type: ignore[attr-defined]
         module = _load(f"{te}.pytorch.custom_recipes.reference_nvfp4", recipes / "reference_nvfp4.py")
-    make = module.NVFP4QuantizerRef(
-        dtype=utils.Fp4Formats.E2M1, rowwise=True, columnwise=False, quant_tile_shape=tile
-    )
+    make = module.NVFP4QuantizerRef(dtype=utils.Fp4Formats.E2M1, rowwise=True, columnwise=False, quant_tile_shape=tile)
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         out = make.quantize(x)
@@ -183,9 +181,10 @@ def knows(name: str, case: str) -> bool:
 
 
 def _version(package: str) -> str:
-    for name in {"transformer_engine": ("transformer-engine-cu13", "transformer-engine"), "modelopt": ("nvidia-modelopt",)}.get(
-        package, (package,)
-    ):
+    for name in {
+        "transformer_engine": ("transformer-engine-cu13", "transformer-engine"),
+        "modelopt": ("nvidia-modelopt",),
+    }.get(package, (package,)):
         try:
             return version(name)
         except PackageNotFoundError:

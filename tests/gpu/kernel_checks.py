@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megasync.kernels import dispatch
+from megasync.kernels.compact import compact_
 from megasync.kernels.scatter import new_lanes, scatter_xor_, touched_sums_
 from tests.gpu import kernel_cases as cases
 
@@ -32,6 +33,29 @@ def scatter(device: str, w: int, density: float, seed: int = 0) -> None:
         np.testing.assert_array_equal(case.storages[name].cpu().numpy(), want, err_msg=name)
     scatter_xor_(case.plan, case.planes)
     assert all(torch.equal(case.storages[k], before[k]) for k in before)
+
+
+def compact(device: str, w: int, density: float, seed: int = 0, span_nbytes: int | None = None, pinned: bool = False) -> None:
+    """Planes, sums and snapshot of every span; a second pass finds nothing."""
+    case = cases.compact_case(w, density, seed, device, pinned=pinned)
+    want, sums = cases.compact_oracle(case)
+    lanes = torch.zeros((len(case.shapes), 4), dtype=torch.int64, device=device)
+    parts = list(compact_(case.plan, case.snapshot, lanes, span_nbytes=span_nbytes))
+    got = cases.join([p.planes for p in parts])
+    assert torch.equal(got.counts, want.counts)
+    assert torch.equal(got.entries, want.entries)
+    assert torch.equal(got.dense, want.dense)
+    assert [cases.as_lanes(r) for r in lanes.cpu()] == sums
+    assert cases.updated(case)
+    again = cases.join([p.planes for p in compact_(case.plan, case.snapshot, lanes)])
+    assert int(again.counts.sum()) == 0
+    assert [cases.as_lanes(r) for r in lanes.cpu()] == sums
+
+
+def compact_tiny(device: str) -> None:
+    """All word sizes, dense, sparse and unchanged segments."""
+    for w in (1, 2, 4, 8):
+        compact(device, w, 0.001, span_nbytes=200_000)
 
 
 def scatter_tiny(device: str) -> None:

@@ -56,7 +56,7 @@ def records(draw: st.DrawFn) -> Remap:
 
 
 @given(records())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_offsets_follow_the_contract_word_by_word(r: Remap) -> None:
     coords = [c.reshape(-1).astype(np.int64) for c in np.indices(r.shape)]
     mask, offsets = r.offsets(coords)
@@ -66,7 +66,7 @@ def test_offsets_follow_the_contract_word_by_word(r: Remap) -> None:
 
 
 @given(records())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_normalised_records_are_the_same_function(r: Remap) -> None:
     coords = [c.reshape(-1).astype(np.int64) for c in np.indices(r.shape)]
     short = normalised(r)

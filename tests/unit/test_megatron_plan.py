@@ -224,6 +224,14 @@ def test_case_57_every_unmapped_name_is_listed() -> None:
     assert [s.name for s in export(model, mapped).specs()] == ["model.layers.1.extra", "model.norm.weight"]
 
 
+def test_case_57_many_unmapped_names_are_listed_by_pattern() -> None:
+    params = {f"w{i}": weight(1) for i in range(300)}
+    model = FakeModel({n: leaf(f"decoder.layers.{i}.mixer.a", p) for i, (n, p) in enumerate(params.items())}, **params)
+    text = refusal(model)
+    assert "300 leaves that table 'llama' does not map" in text
+    assert text.endswith("decoder.layers.{layer}.mixer.a (300 leaves)")
+
+
 def test_case_83_parameters_that_no_leaf_covers_are_listed() -> None:
     norm, halved, forgotten = weight(4), weight(4, 2), weight(3)
     model = FakeModel(
@@ -281,6 +289,9 @@ def test_foreign_sharding_is_refused_by_name() -> None:
     assert "moe_mlp_glu_interleave_size=32" in refusal(model(moe_mlp_glu_interleave_size=32))
     assert "decoder.final_layernorm.weight" not in refusal(model(gtp_weight_remat_size=2))
     assert "norm: holds the norm weight minus one" in refusal(model(layernorm_zero_centered_gamma=True))
+    # The pass-through table keeps rows and values as Megatron has them.
+    kept = export(model(layernorm_zero_centered_gamma=True, attention_output_gate=True), PASSTHROUGH)
+    assert [s.name for s in kept.specs()] == ["decoder.final_layernorm.weight"]
 
     class TorchFullyShardedDataParallel(torch.nn.Module):
         def __init__(self, module: torch.nn.Module) -> None:

@@ -72,7 +72,13 @@ def test_bytes_against_scalar_arithmetic(id: str, exponent: int) -> None:
             scale, factor, divides = _scalar(np.abs(block).max(), f.name)
             stored = q.scales.numpy().reshape(-(-130 // height), -1)[r // height, c // width]
             assert stored == scale
-            for i, j in [(0, 0), (0, 1), (0, 2), (block.shape[0] - 1, block.shape[1] - 1), (min(77, len(block) - 1), 1)]:
+            for i, j in [
+                (0, 0),
+                (0, 1),
+                (0, 2),
+                (block.shape[0] - 1, block.shape[1] - 1),
+                (min(77, len(block) - 1), 1),
+            ]:
                 if i < block.shape[0] and j < block.shape[1]:
                     with np.errstate(all="ignore"):
                         y = block[i, j] / factor if divides else block[i, j] * factor
@@ -124,7 +130,7 @@ def test_case_51_negative_zero_keeps_its_sign_and_nan_is_refused(id: str) -> Non
     q = fp8.quantize(x, f, amax=_amax(x, f))
     assert int(q.codes[0, 0]) == 0x80
     x[5, 6] = float("nan")
-    with pytest.raises(NonFiniteError, match="some.weight"):
+    with pytest.raises(NonFiniteError, match=r"some\.weight"):
         fp8.quantize(x, f, amax=_amax(x, f), name="some.weight")
 
 

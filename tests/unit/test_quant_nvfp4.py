@@ -208,7 +208,9 @@ def test_boxes_apart_are_the_whole_at_once(
     unit = f.block[0]
     r = sorted({0, rows, *(min(rows, c * (16 if unit == 16 else 5)) for c in cuts[0])})
     c = sorted({0, blocks * 16, *(min(blocks, k) * 16 for k in cuts[1])})
-    boxes = [Box((a, p), (b - a, q - p)) for a, b in zip(r, r[1:], strict=False) for p, q in zip(c, c[1:], strict=False)]
+    boxes = [
+        Box((a, p), (b - a, q - p)) for a, b in zip(r, r[1:], strict=False) for p, q in zip(c, c[1:], strict=False)
+    ]
     parts = [x[b.start[0] : b.start[0] + b.extent[0], b.start[1] : b.start[1] + b.extent[1]] for b in boxes]
     amax = torch.stack([nvfp4.amax(p) for p in parts]).amax()
     assert float(amax) == float(x.abs().max())

@@ -90,9 +90,9 @@ for kind in ("lz4", "snappy"):
     check(kind, sample(2, 1, 1.0), np.array([0, 1]), True)
     check(kind, sample(3, 20_011, 0.004), np.array([0, 1, 14, 4000, 20_011]), True)
     check(kind, sample(4, 700, 0.3), np.array([3, 200, 210, 690]), True)
-    long = sample(5, 70_000, 0.0)
-    long[100:66_500], long[66_900] = 9, 1
-    check(kind, long, np.array([0, 70_000]), True)
+long = sample(5, 67_000, 0.0)
+long[100:66_000], long[66_900] = 9, 1  # literals with three length bytes
+check("snappy", long, np.array([0, 67_000]), True)
 mask = torch.from_numpy(sample(6, 40_003, 0.1))
 assert changed_positions(mask, use_triton=True).tolist() == torch.nonzero(mask).squeeze(1).tolist()
 try:

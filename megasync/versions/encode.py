@@ -1,7 +1,7 @@
 """Encode: frames of changed words to stored bytes and frame records, and the digest sums that go with them.
 
-Between mask and gather (plan -> snapshot -> mask -> encode -> gather -> publish); runs behind the training loop. Must not
-import receiver, an adapter or a sink.
+Between mask and gather (plan -> snapshot -> mask -> encode -> gather -> publish); runs behind the training loop, and in the
+tools. No torch. Must not import trainer, receiver or a sink.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from megasync.codecs.base import FrameShape
+from megasync.codecs.base import EncodedFrame, FrameShape
 from megasync.codecs.choice import encode_frame
 from megasync.codecs.registry import codec_by_id
 from megasync.digest import XXH3_128, content_digest
 from megasync.frames import FrameColumns, FrameRecord, FrameTable, make_table
 from megasync.schema import Schema
-from megasync.trainer.mask import MaskedFrame
 from megasync.types import Entries, Lanes
+from megasync.versions.changes import MaskedFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,26 @@ class EncodedDelta:
         return sum(r.num_changed for r in self.records)
 
 
+def encode_one(
+    frame: MaskedFrame, codec: str, offset: int, algorithm: int = XXH3_128
+) -> tuple[EncodedFrame, FrameRecord]:
+    """Encode one frame that starts at ``offset`` of its payload; the record's payload id is 0."""
+    encoded = encode_frame(codec, frame.entries)
+    record = FrameRecord(
+        0,
+        offset,
+        encoded.codec,
+        frame.entries.word_nbytes,
+        frame.layer,
+        frame.entries.num_changed,
+        encoded.plane_nbytes,
+        content_digest(encoded.planes, algorithm),
+        frame.entries.tensor_ids,
+        frame.entries.tiles,
+    )
+    return encoded, record
+
+
 def encode(frames: Iterable[MaskedFrame], codec: str, algorithm: int = XXH3_128) -> EncodedDelta:
     """Encode the frames of one rank.
 
@@ -60,21 +80,8 @@ def encode(frames: Iterable[MaskedFrame], codec: str, algorithm: int = XXH3_128)
     touched: dict[int, tuple[Lanes, Lanes]] = {}
     offset = 0
     for frame in frames:
-        encoded = encode_frame(codec, frame.entries)
-        records.append(
-            FrameRecord(
-                0,
-                offset,
-                encoded.codec,
-                frame.entries.word_nbytes,
-                frame.layer,
-                frame.entries.num_changed,
-                encoded.plane_nbytes,
-                content_digest(encoded.planes, algorithm),
-                frame.entries.tensor_ids,
-                frame.entries.tiles,
-            )
-        )
+        encoded, record = encode_one(frame, codec, offset, algorithm)
+        records.append(record)
         parts += encoded.planes
         offset += encoded.nbytes
         for tensor_id, change in frame.change.items():

@@ -1,6 +1,6 @@
 """What the head writer knows of the run: the head it holds and the state digests of the newest durable version.
 
-Only rank 0 of the gather group has one. Must not import receiver or an adapter.
+Of a trainer only rank 0 of the gather group has one. Must not import trainer or receiver.
 """
 
 from __future__ import annotations

@@ -1,0 +1,322 @@
+"""The applier: one engine rank that follows a run. ``join`` once, then ``update``: fetch -> stage -> prove -> apply.
+
+Every rank of an engine runs its own applier and makes the same calls in the same order; they vote between the stages. The
+version held moves only by proofs. One step is in ``session``. Must not import a trainer, an adapter or an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from time import perf_counter
+
+import msgspec
+
+from megasync.config import ApplyConfig
+from megasync.errors import BaseMismatchError, MegasyncError, NeedsAnchorError, RetryError, TaintedError
+from megasync.manifest import Manifest, check_run
+from megasync.receiver.audit import audit
+from megasync.receiver.backends import BackendChoice, make_backend
+from megasync.receiver.bind import bind
+from megasync.receiver.engine import Engine
+from megasync.receiver.follow import follow
+from megasync.receiver.ledger import Ledger
+from megasync.receiver.results import AuditResult, StageResult, UpdateResult
+from megasync.receiver.route import Route, find_version, steps
+from megasync.receiver.self_test import self_test
+from megasync.receiver.session import Session, advance, make_ready, retreat
+from megasync.receiver.status import State, Status, StatusFile
+from megasync.receiver.votes import together, vote
+from megasync.schema import names_of
+from megasync.sinks.base import Sink
+from megasync.telemetry import Telemetry
+from megasync.versions.publication import PublicationReader
+
+
+class Applier:
+    """Follows a run with one engine rank.
+
+    Args:
+        engine: The rank.
+        sink: Where the run is published.
+        config: Run, limits, workers; defaults are those of `ApplyConfig`.
+        status_path: Status file of this rank, its own; None keeps the status in memory only, so that a restart after a
+            crash does not know that weights may be torn.
+        backend: ``auto``, a name, or a callable that makes one for a binding.
+        route: Which publications lead to a version; the chain of deltas by default.
+        telemetry: Spans and counters.
+        clock: Seconds, for the times in results.
+
+    Raises:
+        ValueError: A run name that cannot be part of a key, or a status file of another run.
+        FormatError: An unreadable status file.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sink: Sink,
+        config: ApplyConfig | None = None,
+        *,
+        status_path: Path | None = None,
+        backend: BackendChoice = "auto",
+        route: Route = steps,
+        telemetry: Telemetry | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.config = config or ApplyConfig()
+        check_run(self.config.run)
+        self.engine = engine
+        self.telemetry = telemetry or Telemetry()
+        self._reader = PublicationReader(sink, self.config.run, self.config.sign_key or None, self.config.timeout_s)
+        self._status = StatusFile(self.config.run, status_path)
+        self._backend = backend
+        self._route = route
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(self.config.workers, "megasync") if self.config.workers > 1 else None
+        self._session: Session | None = None
+
+    @property
+    def status(self) -> Status:
+        """What is held, and whether the engine may serve."""
+        return self._status.now
+
+    @property
+    def version(self) -> int:
+        """The version held, -1 before it was proven."""
+        found = self._session.ledger if self._session is not None else None
+        return -1 if found is None else found.version
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine may take traffic: joined, caught up once, and whole."""
+        return self.version >= 0 and self.status.state == "serving"
+
+    def join(self, *, reloaded: bool = False) -> UpdateResult:
+        """Bind the engine to the run and find out, by content, which version its weights are. *Collective*.
+
+        Weights that are no version of the run are overwritten by the newest chain's anchor, where it starts with one. The
+        engine is ``serving`` if it is at the newest version, else ``behind``: ``update`` catches up.
+
+        Args:
+            reloaded: The engine's weights were loaded anew since the status file was written: a status that says they may
+                be torn does not hold for them.
+
+        Returns:
+            What was found and, where an anchor was loaded, what that took.
+
+        Raises:
+            RetryError: Nothing was published yet.
+            PlanError, SchemaMismatchError, MemoryPlanError: The engine does not fit the run; nothing was touched.
+            NeedsAnchorError: Weights may be torn (status ``updating`` or ``tainted``) or are no version of the run, and
+                the chain does not start with an anchor.
+            BaseMismatchError: Weights are no version of the run and the chain starts with a checkpoint.
+        """
+        started = self._clock()
+        torn = self._status.now.torn and not reloaded
+        newest = self._wanted(None)
+        schema = self._reader.schema(newest.schema_digest)
+        with self.telemetry.span("bind"):
+            binding = bind(self.engine, schema, shadow_limit_nbytes=self.config.shadow_limit_nbytes)
+            backend = make_backend(binding, self._backend)
+        together(self.engine, "seeding shadows", lambda: binding.shadows.seed(self.engine))
+        session = Session(
+            self.config, self._reader, binding, backend, self._status, self._pool, self.telemetry, self._clock
+        )
+        if torn:
+            found, start, differences = None, self._reader.chain(newest)[0], self._torn_reason()
+        else:
+            with self.telemetry.span("audit"):
+                digests = audit(binding, self._pool)
+            found, start, differences = find_version(self._reader, schema, newest, binding.group_ids, digests)
+        self._session = session
+        result = UpdateResult(
+            self.config.run,
+            -1,
+            -1,
+            backend=backend.name,
+            excluded=_excluded(session),
+            proofs=("audit",) if found else (),
+        )
+        if found is not None:
+            session.hold(found, "serving" if found.version == newest.version else "behind")
+            result = replace(result, from_version=found.version, version=found.version)
+        elif start.what == "anchor":
+            result = advance(session, start, "serving" if start.version == newest.version else "behind", result)
+        else:
+            raise (NeedsAnchorError if torn else BaseMismatchError)(
+                f"{self.engine.name}: {differences}. The chain of run {self.config.run!r} starts with the checkpoint of "
+                f"version {start.version}, whose bytes are not in the sink; nothing was touched. Load the engine from it "
+                "and join with reloaded=True, or publish an anchor"
+            )
+        if self.config.self_test:
+            tested = self_test(binding)
+            result = replace(result, proofs=(*result.proofs, *(("self-test",) if tested else ())))
+        return replace(result, total_s=self._clock() - started)
+
+    def update(self, version: int | None = None) -> UpdateResult:
+        """Apply what leads to a version, one publication after the other, each proved. *Collective*.
+
+        Args:
+            version: Where to go; the head's by default.
+
+        Returns:
+            What was done; ``versions`` is empty where the version is held already.
+
+        Raises:
+            RetryError: The sink did not answer: nothing was touched.
+            FormatError, RefetchError: Head, manifest or frames were refused: the version held is kept.
+            BaseMismatchError: Another version or other live bytes than the base: nothing of that step was touched.
+            NeedsAnchorError: No way leads there.
+            UndoneError: A step failed and was undone; the steps before it hold.
+            TaintedError: An undo failed, now or before.
+        """
+        session, ledger = self._held()
+        started = self._clock()
+        wanted = self._wanted(version)
+        route = together(
+            self.engine,
+            f"route from version {ledger.version} to {wanted.version}",
+            lambda: self._route(self._reader, ledger, wanted),
+        )
+        result = UpdateResult(
+            self.config.run, ledger.version, ledger.version, backend=session.backend.name, excluded=_excluded(session)
+        )
+        was = self._status.now.state
+        for manifest in route:
+            state: State = "serving" if manifest is route[-1] else was
+            result = advance(session, manifest, state, result)
+        if not route and was == "behind":
+            session.hold(ledger, "serving")
+        return replace(result, total_s=self._clock() - started)
+
+    def stage(self, version: int | None = None) -> StageResult | None:
+        """Make the next publication ready while the engine serves; ``update`` then takes it from memory. *Collective*.
+
+        Args:
+            version: Stage the step that leads to this version; the first one not staged yet by default.
+
+        Returns:
+            What was staged; None where everything up to the head is held or staged, or the next step is an anchor, which
+            is always staged by its own update.
+        """
+        session, ledger = self._held()
+        wanted = self._wanted(version)
+        route = together(self.engine, "route", lambda: self._route(self._reader, ledger, wanted))
+        left = [m for m in route if m.digest not in session.staged]
+        if version is not None:
+            left = [m for m in left if m.version == version]
+        if not left or left[0].what != "delta":
+            return None
+        ahead = left[0].base_version != ledger.version
+        staged = together(self.engine, "staging", lambda: make_ready(session, left[0], ahead=ahead))
+        changed = sum(p.num_changed for p in staged.placed)
+        return StageResult(left[0].version, ahead, staged.stage_s, staged.fetched.nbytes, staged.nbytes, changed)
+
+    def rollback(self) -> UpdateResult:
+        """Go back to the version held before the last update, with its proofs. *Collective*. Bounded: one version only.
+
+        The next ``update`` goes forward again: stop following first, or update to a version.
+
+        Raises:
+            NeedsAnchorError: Nothing is kept to go back with.
+            BaseMismatchError: Live words are not those of the version held: nothing was touched.
+        """
+        session, ledger = self._held()
+        started = self._clock()
+        result = UpdateResult(self.config.run, ledger.version, ledger.version, excluded=_excluded(session))
+        done = retreat(session, self._status.now.state, result)
+        if done is None:
+            raise NeedsAnchorError(
+                f"version {ledger.version}: nothing is kept to roll back with (staged_limit_nbytes "
+                f"{self.config.staged_limit_nbytes}, one version back at most); load an anchor instead"
+            )
+        return replace(done, total_s=self._clock() - started)
+
+    def audit(self) -> AuditResult:
+        """Compare every live tensor with the version held. *Collective*. Streaming: no copy of the weights is made.
+
+        Raises:
+            BaseMismatchError: Naming the tensors that differ; the engine is no longer ready.
+            ReplicaDriftError: A replica differs from its primary.
+        """
+        session, ledger = self._held()
+        started = self._clock()
+        ids = session.binding.group_ids
+        with self.telemetry.span("audit"):
+            found = audit(session.binding, self._pool)
+        wrong = ids[(found != ledger.table[ids]).any(axis=1)]
+        if len(wrong):
+            reason = f"audit: {names_of(session.binding.schema, wrong)} are not version {ledger.version}'s"
+            self._status.set(state="behind", reason=reason)
+            session.ledger = None  # nothing may build on these weights before a join has looked at them again
+            raise BaseMismatchError(f"{self.engine.name}: {reason}. Take it out of routing; load an anchor or reload")
+        return AuditResult(
+            ledger.version, len(ids), session.binding.slice_nbytes(), self._clock() - started, _excluded(session)
+        )
+
+    def follow(
+        self,
+        stop: Event,
+        *,
+        poll_s: float | None = None,
+        wait: Callable[[float], object] | None = None,
+        on_update: Callable[[UpdateResult], None] | None = None,
+        on_problem: Callable[[MegasyncError], None] | None = None,
+    ) -> None:
+        """Follow the head until ``stop`` is set; see ``follow.follow``."""
+        follow(
+            self,
+            stop,
+            poll_s=poll_s if poll_s is not None else self.config.poll_s,
+            wait=wait,
+            on_update=on_update,
+            on_problem=on_problem,
+        )
+
+    def close(self) -> None:
+        """Let go of threads and staged memory. Idempotent; the sink is the caller's."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._session = None
+
+    def _held(self) -> tuple[Session, Ledger]:
+        if self._status.now.state == "tainted":
+            raise TaintedError(f"{self.engine.name} is tainted ({self._status.now.reason}): replace the replica")
+        session = self._session
+        if session is None:
+            raise ValueError("the applier holds no version yet: call join() first")
+        if session.ledger is None:
+            raise BaseMismatchError(f"{self.engine.name} holds no version ({self._status.now.reason}): join again")
+        return session, session.ledger
+
+    def _wanted(self, version: int | None) -> Manifest:
+        """The manifest to go to; rank 0's look at the head decides for all ranks."""
+        with vote(self.engine, f"head of run {self.config.run!r}") as ballot:
+            newest = self._reader.newest()
+            if newest is None:
+                raise RetryError(f"run {self.config.run!r} has no publication yet: try again later")
+            if version is not None and version != newest.version:
+                chain = self._reader.chain(newest, version - 1)
+                newest = next((m for m in chain if m.version == version), newest)
+                if newest.version != version:
+                    raise NeedsAnchorError(
+                        f"version {version} is not on the way to the head's version {newest.version} of run "
+                        f"{self.config.run!r}: withdrawn, pruned or not published"
+                    )
+            ballot.data = msgspec.msgpack.encode((newest.version, newest.epoch, newest.digest))
+        chosen = msgspec.msgpack.decode(ballot.result[0], type=tuple[int, int, bytes])
+        if chosen[2] == newest.digest and self.engine.num_ranks == 1:
+            return newest
+        return together(self.engine, "manifest", lambda: self._reader.manifest(*chosen))
+
+    def _torn_reason(self) -> str:
+        now = self._status.now
+        return f"status is {now.state} (version {now.version}, target {now.target}): weights may be torn. {now.reason}"
+
+
+def _excluded(session: Session) -> tuple[str, ...]:
+    return tuple(session.binding.schema.tensors[i].name for i in sorted(session.binding.excluded))

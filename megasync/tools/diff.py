@@ -1,0 +1,220 @@
+"""``megasync diff``: a publication from two checkpoints on disk, streamed tile by tile.
+
+The same tiles, frames and digests as a trainer would publish. Memory is bounded by one frame and the frame table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megasync.codecs.choice import check_codec
+from megasync.codecs.planes import LEVEL, LIBRARY
+from megasync.digest import XXH3_128, box_lanes, content_digest
+from megasync.errors import BaseMismatchError, SchemaMismatchError
+from megasync.frames import FrameRecord, make_table
+from megasync.manifest import Head, Manifest, payload_key
+from megasync.schema import Schema, make_schema, require_same
+from megasync.sinks.base import Sink
+from megasync.types import Lanes
+from megasync.versions.anchor import publish_checkpoint
+from megasync.versions.changes import TileChange, compact, cut_frames, mask_frame
+from megasync.versions.checkpoint import Checkpoint, specs_of
+from megasync.versions.encode import encode_one
+from megasync.versions.head import claim, move_head, write_manifest
+from megasync.versions.lineage import Lineage, start_lineage
+from megasync.versions.publication import PublicationReader
+
+
+_CREATE_S = 7 * 86_400.0  # the payload is made while it is written, and that takes as long as it takes
+
+
+@dataclass(frozen=True, slots=True)
+class DiffResult:
+    """What was published.
+
+    Attributes:
+        run: Run.
+        version: New version.
+        base_version: Version of the base checkpoint.
+        num_changed: Changed words.
+        density: Changed bytes over all bytes, counting a changed word whole.
+        payload_nbytes: Bytes of the payload.
+        full_nbytes: Bytes of the new checkpoint's tensors.
+        num_frames: Frames.
+    """
+
+    run: str
+    version: int
+    base_version: int
+    num_changed: int
+    density: float
+    payload_nbytes: int
+    full_nbytes: int
+    num_frames: int
+
+
+def schema_of(run: str, checkpoint: Checkpoint) -> Schema:
+    """The schema of a checkpoint by naming convention."""
+    return make_schema(run, specs_of(checkpoint))
+
+
+def state_sums(schema: Schema, checkpoint: Checkpoint) -> np.ndarray:
+    """Digest sums of every tensor of a checkpoint, read tile by tile: u64 ``[num_tensors, 2]``."""
+    sums = np.zeros((len(schema.tensors), 2), dtype=np.uint64)
+    for i, spec in enumerate(schema.tensors):
+        grid = schema.grids[i]
+        total = Lanes()
+        for tile in range(grid.num_tiles):
+            total += box_lanes(grid.shape, grid.box(tile), checkpoint.tile(spec.name, grid, tile))
+        sums[i] = total.a, total.b
+    return sums
+
+
+def diff(base_dir: Path, new_dir: Path, sink: Sink, *, run: str = "run", codec: str = "sparse") -> DiffResult:
+    """Publish the difference of two checkpoints.
+
+    A fresh run gets the base as version 0, named by its state digests. An existing run's head must be the base.
+
+    Args:
+        base_dir: Checkpoint directory or file.
+        new_dir: The same tensors, other bytes.
+        sink: Where to publish.
+        run: Name of the run.
+        codec: Codec name or ``auto``.
+
+    Raises:
+        SchemaMismatchError: The two are not one model, or not the run's.
+        BaseMismatchError: The run's head is not the base.
+    """
+    check_codec(codec)
+    with Checkpoint(base_dir) as base, Checkpoint(new_dir) as new:
+        schema = schema_of(run, base)
+        _require_same_model(schema, base, new)
+        lineage = _lineage(schema, base, sink, run)
+        head, version = lineage.head, lineage.version + 1
+        payload = _Payload(schema, base, new, codec)
+        key = payload_key(run, version, head.fence, 0)
+        first = next(payload, None)
+        nbytes = sink.create(key, _chain(first, payload), timeout_s=_CREATE_S) if first is not None else 0
+        manifest, lineage = _manifest(schema, lineage, payload, version, nbytes)
+        write_manifest(sink, manifest)
+        move_head(sink, head, manifest)
+    return DiffResult(
+        run,
+        version,
+        manifest.base_version,
+        manifest.num_changed,
+        payload.changed_nbytes / max(schema.nbytes, 1),
+        nbytes,
+        schema.nbytes,
+        len(manifest.frames),
+    )
+
+
+def _require_same_model(schema: Schema, base: Checkpoint, new: Checkpoint) -> None:
+    missing = sorted(base.tensors.keys() - new.tensors.keys())
+    extra = sorted(new.tensors.keys() - base.tensors.keys())
+    other = [
+        f"{n}: {base.tensors[n].dtype}{list(base.tensors[n].shape)} and {new.tensors[n].dtype}{list(new.tensors[n].shape)}"
+        for n in sorted(base.tensors.keys() & new.tensors.keys())
+        if (base.tensors[n].dtype, base.tensors[n].shape) != (new.tensors[n].dtype, new.tensors[n].shape)
+    ]
+    if missing or extra or other:
+        raise SchemaMismatchError(
+            f"{base.path} and {new.path} are not one model: {len(missing)} tensors only in the first {missing[:5]}, "
+            f"{len(extra)} only in the second {extra[:5]}, {len(other)} of another dtype or shape {other[:5]}"
+        )
+
+
+def _lineage(schema: Schema, base: Checkpoint, sink: Sink, run: str) -> Lineage:
+    """Claim the run; its head must be the base, which a fresh run gets as version 0."""
+    reader = PublicationReader(sink, run)
+    newest = reader.newest()
+    if newest is not None:
+        require_same(schema, reader.schema(newest.schema_digest))
+    sums = state_sums(schema, base)
+    if newest is not None:
+        root = content_digest(start_lineage(schema, Head(run, 0, 0, b"", 0), sums).states.tobytes(), XXH3_128)
+        if root != newest.root:
+            raise BaseMismatchError(
+                f"run {run!r} is at version {newest.version} with root {newest.root.hex()}, {base.path} has root "
+                f"{root.hex()}: give the checkpoint of that version as base (megasync apply makes it), or another --run"
+            )
+    head = claim(sink, run)
+    lineage = start_lineage(schema, head, sums)
+    return lineage if newest is not None else publish_checkpoint(sink, lineage)
+
+
+class _Payload(Iterator[bytes]):
+    """The payload's bytes as they are made; keeps records and digest sums."""
+
+    def __init__(self, schema: Schema, base: Checkpoint, new: Checkpoint, codec: str) -> None:
+        self.records: list[FrameRecord] = []
+        self.change = np.zeros((len(schema.tensors), 2), dtype=np.uint64)
+        self.touched_old = np.zeros_like(self.change)
+        self.changed_nbytes = 0
+        self._parts = self._make(schema, base, new, codec)
+
+    def __next__(self) -> bytes:
+        return next(self._parts)
+
+    def _make(self, schema: Schema, base: Checkpoint, new: Checkpoint, codec: str) -> Iterator[bytes]:
+        offset = 0
+        for tiles in cut_frames(schema, _changed_tiles(schema, base, new)):
+            frame = mask_frame(schema, tiles)
+            encoded, record = encode_one(frame, codec, offset)
+            offset += encoded.nbytes
+            self.records.append(record)
+            self.changed_nbytes += frame.entries.num_changed * frame.entries.word_nbytes
+            for table, sums in ((self.change, frame.change), (self.touched_old, frame.touched_old)):
+                for tensor_id, lanes in sums.items():
+                    table[tensor_id] += np.array([lanes.a, lanes.b], dtype=np.uint64)
+            yield from encoded.planes
+
+
+def _changed_tiles(schema: Schema, base: Checkpoint, new: Checkpoint) -> Iterator[TileChange]:
+    for tensor_id, spec in enumerate(schema.tensors):
+        grid = schema.grids[tensor_id]
+        for tile in range(grid.num_tiles):
+            old = np.ascontiguousarray(base.tile(spec.name, grid, tile)).reshape(-1)
+            now = np.ascontiguousarray(new.tile(spec.name, grid, tile)).reshape(-1)
+            index = compact(old, now)
+            if len(index):
+                yield TileChange(tensor_id, tile, index, old[index], now[index])
+
+
+def _manifest(
+    schema: Schema, lineage: Lineage, payload: _Payload, version: int, nbytes: int
+) -> tuple[Manifest, Lineage]:
+    after = lineage.after(payload.change)
+    table = make_table(payload.records)
+    touched = np.unique(table.runs["tensor_id"]).astype("<u4")
+    states = after.states
+    manifest = Manifest(
+        what="delta",
+        run=schema.run,
+        epoch=lineage.head.fence,
+        version=version,
+        base_version=lineage.version,
+        base_digest=lineage.digest,
+        schema_digest=schema.digest,
+        payload_nbytes=(nbytes,) if nbytes else (),
+        frames=table,
+        touched_ids=touched,
+        new_states=states[touched],
+        touched_olds=payload.touched_old.view(np.uint8).reshape(-1, 16)[touched],
+        root=content_digest(states.tobytes(), XXH3_128),
+        num_changed=sum(r.num_changed for r in payload.records),
+        outer=f"{LIBRARY} level {LEVEL}",
+        info={"density": payload.changed_nbytes / max(schema.nbytes, 1)},
+    )
+    return manifest, after
+
+
+def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest

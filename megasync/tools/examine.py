@@ -1,0 +1,167 @@
+"""``megasync inspect`` and ``megasync verify``: what is in a sink, and whether all of it is whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megasync.codecs.registry import codec_by_id
+from megasync.digest import state_lanes
+from megasync.errors import FormatError, MegasyncError
+from megasync.manifest import Manifest, manifest_key, root_of
+from megasync.schema import Schema
+from megasync.sinks.base import Sink
+from megasync.types import Entries, Lanes
+from megasync.versions.changes import word_sums
+from megasync.versions.publication import PublicationReader, decode_frame
+
+
+def runs_of(sink: Sink) -> list[str]:
+    """Runs that have a schema in a sink."""
+    return sorted({key.split("/")[0] for key in sink.keys("") if "/schema/" in key})
+
+
+def examine(sink: Sink, run: str, *, key: bytes | None = None) -> dict[str, Any]:
+    """Facts of a run from its documents; no payload is read.
+
+    Returns:
+        ``run``, ``head`` (None while nothing was published), ``tensors``, ``full_nbytes`` and ``versions``, oldest
+        first, each with its codecs, sizes and counts.
+    """
+    reader = PublicationReader(sink, run, key)
+    head = reader.head()
+    if head is None or head.version < 0:
+        return {"run": run, "head": None, "versions": []}
+    newest = reader.manifest(head.version, head.epoch, head.digest)
+    schema = reader.schema(newest.schema_digest)
+    return {
+        "run": run,
+        "head": {"version": head.version, "epoch": head.epoch, "fence": head.fence, "digest": head.digest.hex()},
+        "schema": schema.digest.hex(),
+        "tensors": len(schema.tensors),
+        "full_nbytes": schema.nbytes,
+        "versions": [_row(m) for m in reader.chain(newest)],
+    }
+
+
+def _row(m: Manifest) -> dict[str, Any]:
+    codecs = Counter(codec_by_id(int(c)).name for c in m.frames.columns["codec"])
+    return {
+        "version": m.version,
+        "epoch": m.epoch,
+        "what": m.what,
+        "base_version": m.base_version,
+        "num_changed": m.num_changed,
+        "tensors_touched": len(m.touched_ids),
+        "frames": len(m.frames),
+        "codecs": dict(codecs),
+        "payloads": len(m.payload_nbytes),
+        "payload_nbytes": m.payload_total_nbytes,
+        "manifest_nbytes": len(m.encoded),
+        "root": m.root.hex(),
+        "outer": m.outer,
+        "formulas": list(m.formulas),
+        "signed": m.key is not None,
+        "info": dict(m.info),
+    }
+
+
+@dataclass
+class VerifyReport:
+    """What verifying found.
+
+    Attributes:
+        run: Run.
+        versions: Versions checked, oldest first.
+        frames: Frames read and decoded.
+        nbytes: Stored bytes read.
+        faults: What is wrong; empty for a whole run.
+        orphans: Keys that no head chain names (garbage of dead epochs); no fault.
+        complete: The chain starts at an anchor or a checkpoint.
+    """
+
+    run: str
+    versions: list[int] = field(default_factory=list)
+    frames: int = 0
+    nbytes: int = 0
+    faults: list[str] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    complete: bool = False
+
+
+def verify(sink: Sink, run: str, *, key: bytes | None = None) -> VerifyReport:
+    """Read everything that a run's head reaches: digests, decoding, counts, state digests and chain.
+
+    State digests are followed from the oldest table: each delta's change is ``old XOR value`` only at the receiver, so
+    here the touched-old and new sums are compared with the root's table.
+    """
+    report = VerifyReport(run)
+    reader = PublicationReader(sink, run, key)
+    try:
+        newest = reader.newest()
+        if newest is None:
+            report.faults.append(f"run {run!r} has no publication in {sink.describe()}")
+            return report
+        manifests = reader.chain(newest)
+    except MegasyncError as e:
+        report.faults.append(str(e))
+        return report
+    report.complete = manifests[0].what != "delta"
+    states: np.ndarray | None = None
+    for m in manifests:
+        report.versions.append(m.version)
+        try:
+            states = _follow(reader, m, states)
+        except MegasyncError as e:
+            report.faults.append(f"version {m.version}: {e}")
+        _read_frames(reader, m, report)
+    reached = {k for m in manifests for k in _keys_of(m)}
+    report.orphans = [k for k in sink.keys(run) if k not in reached and "/v" in k]
+    return report
+
+
+def _follow(reader: PublicationReader, m: Manifest, states: np.ndarray | None) -> np.ndarray | None:
+    """The table of state digests at a version; the manifest's root must be its digest."""
+    if m.what != "delta":
+        return reader.state_table(m).copy()
+    if states is None:
+        return None
+    states[m.touched_ids] = m.new_states
+    if root_of(states) != m.root:
+        raise FormatError(f"its touched tensors do not lead to its root {m.root.hex()}")
+    return states
+
+
+def _read_frames(reader: PublicationReader, m: Manifest, report: VerifyReport) -> None:
+    schema = reader.schema(m.schema_digest)
+    sums: dict[int, Lanes] = {}
+    for i in range(len(m.frames)):
+        record = m.frames.record(i)
+        try:
+            stored = reader.frame_bytes(m, record)
+            entries = decode_frame(schema, m, record, stored)
+        except (MegasyncError, KeyError) as e:
+            report.faults.append(f"version {m.version}, frame {i}: {e}")
+            continue
+        report.frames += 1
+        report.nbytes += record.nbytes
+        if m.what == "anchor":
+            _add_sums(schema, entries, sums)
+    if m.what == "anchor" and not report.faults:
+        for tensor_id, state in zip(m.touched_ids.tolist(), m.new_states, strict=True):
+            if state_lanes(schema.tensors[tensor_id], state.tobytes()) != sums.get(tensor_id, Lanes()):
+                report.faults.append(
+                    f"version {m.version}: {schema.tensors[tensor_id].name} has other bytes than its digest"
+                )
+
+
+def _add_sums(schema: Schema, entries: Entries, sums: dict[int, Lanes]) -> None:
+    for tensor_id, lanes in word_sums(schema, entries, entries.values).items():
+        sums[tensor_id] = sums.get(tensor_id, Lanes()) + lanes
+
+
+def _keys_of(m: Manifest) -> list[str]:
+    return [manifest_key(m.run, m.version, m.epoch), *(m.payload_key(i) for i in range(len(m.payload_nbytes)))]

@@ -1,0 +1,217 @@
+"""``megasync apply``: rebuild a checkpoint of any version, streamed frame by frame.
+
+The base's bytes are copied once; each frame's words are then XORed into small writable maps of the copy. The result
+appears under its name only when every digest was compared. Memory is bounded by one frame.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megasync.digest import XXH3_128, content_digest, state_digest
+from megasync.errors import BaseMismatchError, FormatError, NeedsAnchorError, SchemaMismatchError
+from megasync.manifest import Head, Manifest
+from megasync.schema import Schema, runs_of_equal
+from megasync.sinks.base import Sink
+from megasync.tools.diff import state_sums
+from megasync.types import WORD_DTYPES, Entries, Lanes
+from megasync.versions.checkpoint import Checkpoint, StoredTensor, checkpoint_files, read_header
+from megasync.versions.lineage import start_lineage
+from megasync.versions.publication import PublicationReader
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildResult:
+    """What was rebuilt.
+
+    Attributes:
+        run: Run.
+        version: Version of the new checkpoint.
+        base_version: Version that the base was found to be; -1 where an anchor replaced it.
+        num_applied: Publications applied.
+        payload_nbytes: Bytes of their payloads.
+        root: Root digest of the result, compared with the manifest.
+    """
+
+    run: str
+    version: int
+    base_version: int
+    num_applied: int
+    payload_nbytes: int
+    root: str
+
+
+def rebuild(
+    base_dir: Path, sink: Sink, out_dir: Path, *, run: str = "run", version: int | None = None, key: bytes | None = None
+) -> RebuildResult:
+    """Rebuild the checkpoint of a version.
+
+    Args:
+        base_dir: A checkpoint of any version of the run; where the run has an anchor, any checkpoint of its tensors.
+        sink: Where the run is.
+        out_dir: New directory; must not exist.
+        run: Name of the run.
+        version: Wanted version; the head's by default.
+        key: Shared key of signed manifests.
+
+    Raises:
+        BaseMismatchError: The base is no version of the run, and there is no anchor.
+        FormatError, RefetchError: The publications are damaged; nothing appears under ``out_dir``.
+        FileExistsError: ``out_dir`` exists.
+    """
+    if out_dir.exists():
+        raise FileExistsError(f"{out_dir} exists: give a new directory for --out")
+    reader = PublicationReader(sink, run, key)
+    manifests = _chain(reader, run, version)
+    wanted = manifests[-1]
+    schema = reader.schema(wanted.schema_digest)
+    with Checkpoint(base_dir) as base:
+        _require_tensors(schema, base)
+        start, anchored = _start_of(schema, base, manifests)
+    partial = out_dir.with_name(out_dir.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _copy(base_dir, partial)
+        if anchored:
+            _zero(partial, schema)
+        writer = _Writer(partial, schema)
+        applied = manifests[start:]
+        for manifest in applied:
+            for _, entries in reader.entries(manifest):
+                writer.xor(entries)
+        with Checkpoint(partial) as made:
+            _compare(schema, made, wanted)
+        os.replace(partial, out_dir)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    base_version = -1 if anchored else manifests[start - 1].version
+    total = sum(m.payload_total_nbytes for m in applied)
+    return RebuildResult(run, wanted.version, base_version, len(applied), total, wanted.root.hex())
+
+
+def _chain(reader: PublicationReader, run: str, version: int | None) -> list[Manifest]:
+    newest = reader.newest()
+    if newest is None:
+        raise NeedsAnchorError(f"run {run!r} has no publication in {reader.sink.describe()}; check --run and --sink")
+    if version is not None and not 0 <= version <= newest.version:
+        raise ValueError(f"version {version} of run {run!r} does not exist: its head is at {newest.version}")
+    manifests = reader.chain(newest)
+    if version is None:
+        return manifests
+    upto = [m for m in manifests if m.version <= version]
+    if not upto or upto[-1].version != version:
+        raise ValueError(
+            f"version {version} of run {run!r} is no durable version; it has {[m.version for m in manifests]}"
+        )
+    return upto
+
+
+def _require_tensors(schema: Schema, base: Checkpoint) -> None:
+    wrong = [
+        f"{t.name}: {t.dtype}{list(t.shape)} in the run, "
+        + (
+            f"{base.tensors[t.name].dtype}{list(base.tensors[t.name].shape)} here"
+            if t.name in base.tensors
+            else "missing here"
+        )
+        for t in schema.tensors
+        if t.name not in base.tensors or (base.tensors[t.name].dtype, base.tensors[t.name].shape) != (t.dtype, t.shape)
+    ]
+    if wrong:
+        raise SchemaMismatchError(
+            f"{base.path} is not this run's model, {len(wrong)} tensors differ: " + "; ".join(wrong[:10])
+        )
+
+
+def _start_of(schema: Schema, base: Checkpoint, manifests: list[Manifest]) -> tuple[int, bool]:
+    """Index of the first manifest to apply, and whether an anchor replaces the base."""
+    states = start_lineage(schema, Head(schema.run, 0, 0, b"", 0), state_sums(schema, base)).states
+    root = content_digest(states.tobytes(), XXH3_128)
+    for i in range(len(manifests) - 1, -1, -1):
+        if manifests[i].root == root:
+            return i + 1, False
+    if manifests[0].what == "anchor":
+        return 0, True
+    listed = ", ".join(f"{m.version}: {m.root.hex()}" for m in manifests[:8])
+    raise BaseMismatchError(
+        f"{base.path} has root {root.hex()}, which is no version of run {schema.run!r} ({listed}); nothing was written"
+    )
+
+
+def _copy(base_dir: Path, out: Path) -> None:
+    """Copy the whole checkpoint directory (or the one file), tokenizer and configuration included."""
+    if base_dir.is_dir():
+        shutil.copytree(base_dir, out)
+    else:
+        out.mkdir(parents=True)
+        shutil.copy2(base_dir, out / base_dir.name)
+    for file in checkpoint_files(out):
+        file.chmod(0o644)
+
+
+def _zero(out: Path, schema: Schema) -> None:
+    """Zero the run's tensors, the base of an anchor, 1 MiB at a time."""
+    names = {t.name for t in schema.tensors}
+    zeros = bytes(1 << 20)
+    for file in checkpoint_files(out):
+        tensors, _ = read_header(file)
+        with file.open("r+b") as f:
+            for t in tensors.values():
+                f.seek(t.offset)
+                for at in range(0, t.nbytes if t.name in names else 0, len(zeros)):
+                    f.write(zeros[: min(len(zeros), t.nbytes - at)])
+
+
+class _Writer:
+    """XORs entries into safetensors files through small writable maps."""
+
+    def __init__(self, out: Path, schema: Schema) -> None:
+        self._schema = schema
+        self._where: dict[str, StoredTensor] = {}
+        for file in checkpoint_files(out):
+            self._where.update(read_header(file)[0])
+
+    def xor(self, entries: Entries) -> None:
+        """XOR the entries of one frame."""
+        stops = np.cumsum(entries.counts, dtype=np.int64)
+        dtype = WORD_DTYPES[entries.word_nbytes]
+        for a, b in runs_of_equal(entries.tensor_ids):
+            tensor_id = int(entries.tensor_ids[a])
+            span = slice(int(stops[a]) - int(entries.counts[a]), int(stops[b - 1]))
+            tiles = np.repeat(entries.tiles[a:b], entries.counts[a:b])
+            flat = self._schema.grids[tensor_id].flat_index(tiles, entries.positions[span])
+            if not len(flat):
+                continue
+            t = self._where[self._schema.tensors[tensor_id].name]
+            first, last = int(flat.min()), int(flat.max())
+            start = t.offset + first * dtype.itemsize
+            skip = start % mmap.ALLOCATIONGRANULARITY
+            with t.file.open("r+b") as f:
+                window = mmap.mmap(f.fileno(), skip + (last - first + 1) * dtype.itemsize, offset=start - skip)
+                words = np.ndarray((last - first + 1,), dtype, window, skip)
+                words[flat - first] ^= entries.values[span]
+                del words
+                window.close()
+
+
+def _compare(schema: Schema, made: Checkpoint, wanted: Manifest) -> None:
+    sums = state_sums(schema, made)
+    states = start_lineage(schema, Head(schema.run, 0, 0, b"", 0), sums).states
+    if content_digest(states.tobytes(), XXH3_128) == wanted.root:
+        return
+    wrong = []
+    for tensor_id, state in zip(wanted.touched_ids.tolist(), wanted.new_states, strict=True):
+        spec = schema.tensors[tensor_id]
+        if state_digest(spec, Lanes(int(sums[tensor_id][0]), int(sums[tensor_id][1]))) != state.tobytes():
+            wrong.append(spec.name)
+    raise FormatError(
+        f"rebuilt version {wanted.version} of run {schema.run!r} does not have the manifest's root; tensors that differ: "
+        f"{wrong[:10] or 'untouched ones'}; nothing was kept"
+    )
