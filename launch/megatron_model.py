@@ -46,12 +46,14 @@ class MegatronRun:
         self.optimizer: Any = get_megatron_optimizer(optimizer_config(training), chunks, use_gloo_process_groups=False)
         self.num_steps = 0
 
-    def train_step(self, tokens: torch.Tensor | None = None) -> float | None:
+    def train_step(self, tokens: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> float | None:
         """One optimizer step. *Collective*: every rank of the world must call it.
 
         Args:
             tokens: int64 ``[num_microbatches * micro_batch_size, seq_length + 1]``, whole sequences, equal on the
                 ranks of one data parallel replica; None for synthetic ones.
+            weights: float32 ``[num_microbatches * micro_batch_size, seq_length]``, weights of the token losses; None
+                for 1 (a policy gradient has the advantages here).
 
         Returns:
             The mean loss on ranks of the last pipeline stage, None elsewhere.
@@ -62,7 +64,7 @@ class MegatronRun:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._schedule(tokens, forward_only=False, collect_non_loss_data=False)
+        losses = self._schedule(tokens, weights, forward_only=False, collect_non_loss_data=False)
         self.optimizer.step()
         self.num_steps += 1
         return float(torch.stack(losses).mean()) if losses else None
@@ -82,7 +84,7 @@ class MegatronRun:
         # The interleaved schedule wants at least as many micro batches as stages.
         padded = torch.cat([tokens, tokens[:, :1]], dim=1).repeat(self.layout.pp, 1)
         with self._without_mtp():
-            outputs = self._schedule(padded, forward_only=True, collect_non_loss_data=True)
+            outputs = self._schedule(padded, None, forward_only=True, collect_non_loss_data=True)
         if not outputs:
             return None
         over_vocab = _gather(outputs[0], parallel_state.get_tensor_model_parallel_group(), dim=2)
@@ -121,10 +123,18 @@ class MegatronRun:
         shape = (rows, self.training.seq_length + 1)
         return torch.randint(self.model.vocab_size, shape, generator=generator)
 
-    def _schedule(self, tokens: torch.Tensor, *, forward_only: bool, collect_non_loss_data: bool) -> list[Any]:
+    def _schedule(
+        self,
+        tokens: torch.Tensor,
+        weights: torch.Tensor | None,
+        *,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+    ) -> list[Any]:
         """Run Megatron's schedule over the micro batches; gives what the loss function returned, on the last stage."""
         size = self.training.micro_batch_size
-        batches = list(tokens.split(size))
+        whole = tokens.split(size)
+        batches = list(zip(whole, weights.split(size) if weights is not None else [None] * len(whole), strict=True))
         run = get_forward_backward_func()
         forward = partial(self._forward_step, want_logits=collect_non_loss_data)
         iterators = [iter(batches) for _ in self.chunks]
@@ -141,7 +151,7 @@ class MegatronRun:
         return [s for s in stored if torch.is_tensor(s)]
 
     def _forward_step(self, batches: Any, chunk: Any, want_logits: bool = False) -> tuple[torch.Tensor, Any]:
-        whole = next(batches)
+        whole, weights = next(batches)
         size, length = self.layout.cp, self.training.seq_length
         rank = parallel_state.get_context_parallel_rank()
         here = zigzag_positions(rank, size, length // size)
@@ -149,7 +159,9 @@ class MegatronRun:
         labels = None if want_logits else whole[:, 1:][:, here]
         extra = {} if want_logits or not self.model.num_mtp_layers else {"loss_mask": torch.ones(positions.shape)}
         output = chunk(whole[:, :-1][:, here], positions, None, labels=labels, **extra)
-        return output, _keep if want_logits else _mean_loss
+        if want_logits:
+            return output, _keep
+        return output, partial(_mean_loss, weights=None if weights is None else weights[:, here])
 
 
 def build(
@@ -232,8 +244,8 @@ def _unwrap(chunk: Any) -> Any:
     return chunk
 
 
-def _mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = output.float().mean()
+def _mean_loss(output: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = (output.float() if weights is None else output.float() * weights).mean()
     # A copy: the schedule divides the loss in place.
     return loss, loss.detach().clone()
 

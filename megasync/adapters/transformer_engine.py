@@ -256,7 +256,7 @@ def _codes(param: Any) -> torch.Tensor:
 def _view(stored: StoredWeight, role: str, step: tuple[int, ...], box: Box, made: torch.Tensor | None) -> torch.Tensor:
     """Live memory of one member's region, never a copy (but for NVFP4's made global scale)."""
     if not step:
-        return made if made is not None else stored.param._scale_inv.detach().reshape(1)
+        return (made if made is not None else stored.param._scale_inv.detach()).view(box.extent)
     whole = _codes(stored.param) if role == "codes" else stored.param._rowwise_scale_inv
     start = tuple(a // n for a, n in zip(stored.local, step, strict=True))
     return whole.detach()[tuple(slice(a, a + n) for a, n in zip(start, box.extent, strict=True))]

@@ -90,7 +90,7 @@ class DenseCodec(Codec):
         mask = mask_of(entries).view(np.uint8)
         lengths, stored, blocks = self.encode_blocks(mask, block_bounds(entries.tile_words, entries.word_nbytes))
         table = np.where(stored, lengths | _STORED, lengths).astype("<u4")
-        body = b"".join(memoryview(b) for b in blocks)  # type: ignore[misc]
+        body = b"".join(b if isinstance(b, bytes) else b.data for b in blocks)
         return EncodedFrame(
             self.id, (pack(table), pack(np.frombuffer(body, np.uint8), block=True) if self.outer else body)
         )

@@ -57,7 +57,7 @@ def pack(raw: np.ndarray, *, block: bool = False) -> bytes:
     """
     if not raw.size:
         return b""
-    view = memoryview(np.ascontiguousarray(raw)).cast("B")
+    view = np.ascontiguousarray(raw).data.cast("B")
     packed = compress(view, block=block)
     return packed if len(packed) < len(view) else bytes(view)
 

@@ -113,3 +113,81 @@ def remap(
             offset += quotient * factor
         z = z * tl.load(axis + 4).to(z.dtype)
     return inside, offset, flat
+
+
+@triton.jit
+def unsigned(word, W: tl.constexpr):
+    """A word of W bytes held in int32 or int64 as zero-extended uint64."""
+    if W == 8:
+        return word.to(tl.uint64)
+    return word.to(tl.uint64) & ((1 << (8 * W)) - 1)
+
+
+@triton.jit
+def touch_word(address, offset, change, mask, WRITE: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr):
+    """XORs ``change`` in at physical ``offset`` (units) of a storage, and returns the old unit as zero-extended uint64.
+
+    With WRITE off it only reads. Without a use of the result the atomic becomes a reduction that waits for nothing.
+    """
+    if W == 8 and PARTS == 1:
+        word_ptr = (address + offset * 8).to(tl.pointer_type(tl.int64))
+        if WRITE:
+            word = tl.atomic_xor(word_ptr, change, mask=mask, sem="relaxed")
+        else:
+            word = tl.load(word_ptr, mask=mask, other=0)
+        return word.to(tl.uint64)
+    else:
+        if PARTS > 1:
+            byte = offset >> 1
+            shift = (byte & 3).to(tl.int32) * 8 + (offset & 1).to(tl.int32) * 4
+            bits: tl.constexpr = 15
+        else:
+            byte = offset * W
+            shift = (byte & 3).to(tl.int32) * 8
+            bits: tl.constexpr = (1 << (8 * W)) - 1
+        unit_ptr = (address + (byte & -4)).to(tl.pointer_type(tl.int32))
+        if WRITE:
+            unit = tl.atomic_xor(unit_ptr, change << shift, mask=mask, sem="relaxed")
+        else:
+            unit = tl.load(unit_ptr, mask=mask, other=0)
+        return (unit.to(tl.uint32) >> shift.to(tl.uint32)).to(tl.uint64) & bits
+
+
+@triton.jit
+def change_terms(flat, old, new, part, LANE: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr):
+    """Contributions of old, and of new minus old, of words (or nibbles ``part`` of words) to a lane, as uint64.
+
+    ``flat``: int64 canonical word number. ``old`` and ``new``: zero-extended uint64.
+    """
+    if PARTS > 1:
+        # A nibble lies in one 4-byte unit: number the unit by byte, whatever the word size.
+        byte = flat * W + part // 2
+        bit = (part % 2) * 4
+        return word_term(byte, old, bit, LANE, 1), word_term(byte, new - old, bit, LANE, 1)
+    elif W == 8:
+        # Differences are per unit, so each side is summed by itself.
+        was = word_term(flat, old, 0, LANE, W)
+        return was, word_term(flat, new, 0, LANE, W) - was
+    else:
+        return word_term(flat, old, 0, LANE, W), word_term(flat, new - old, 0, LANE, W)
+
+
+@triton.jit
+def word_flags(x, W: tl.constexpr):
+    """Bit 0 of each W-byte word of ``x`` (uint64) that is not zero; carries of the addition stay inside a word."""
+    if W == 1:
+        return ((((x & 0x7F7F7F7F7F7F7F7F) + 0x7F7F7F7F7F7F7F7F) | x) >> 7) & 0x0101010101010101
+    elif W == 2:
+        return ((((x & 0x7FFF7FFF7FFF7FFF) + 0x7FFF7FFF7FFF7FFF) | x) >> 15) & 0x0001000100010001
+    elif W == 4:
+        return ((((x & 0x7FFFFFFF7FFFFFFF) + 0x7FFFFFFF7FFFFFFF) | x) >> 31) & 0x0000000100000001
+    else:
+        return (x != 0).to(tl.uint64)
+
+
+@triton.jit
+def word_mask(x, W: tl.constexpr):
+    """All bits of each W-byte word of ``x`` (uint64) that is not zero."""
+    if W == 8:
+        return tl.where(x != 0, 0xFFFFFFFFFFFFFFFF, 0).to(tl.uint64)
+    return word_flags(x, W) * ((1 << (8 * W)) - 1)

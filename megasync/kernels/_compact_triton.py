@@ -11,23 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasync.kernels._common_triton import group_weight, unit_factor, unit_weight
+from megasync.kernels._common_triton import group_weight, unit_factor, unit_weight, word_flags, word_mask
 from megasync.kernels.compact_runs import PIECE_COLUMNS
 
 _COLUMNS = tl.constexpr(PIECE_COLUMNS)
-
-
-@triton.jit
-def _flags(x, W: tl.constexpr):
-    """Bit 0 of each word of ``x`` (uint64) that is not zero; carries of the addition stay inside a word."""
-    if W == 1:
-        return ((((x & 0x7F7F7F7F7F7F7F7F) + 0x7F7F7F7F7F7F7F7F) | x) >> 7) & 0x0101010101010101
-    elif W == 2:
-        return ((((x & 0x7FFF7FFF7FFF7FFF) + 0x7FFF7FFF7FFF7FFF) | x) >> 15) & 0x0001000100010001
-    elif W == 4:
-        return ((((x & 0x7FFFFFFF7FFFFFFF) + 0x7FFFFFFF7FFFFFFF) | x) >> 31) & 0x0000000100000001
-    else:
-        return (x != 0).to(tl.uint64)
 
 
 @triton.jit
@@ -135,7 +122,7 @@ def find_kernel(
         hit = x != 0
         if tl.max(hit.to(tl.int32), 0) > 0:
             # Both counts in one scan: a step has at most 2,048 words, so neither half overflows.
-            both = hit.to(tl.int32) + (_count(_flags(x, W), W) << 16)
+            both = hit.to(tl.int32) + (_count(word_flags(x, W), W) << 16)
             scan = tl.cumsum(both, 0)
             tl.store(found_ptr + stored + (scan & 0xFFFF) - 1, i.to(tl.int16), mask=hit)
             total = tl.sum(both, 0)
@@ -276,7 +263,7 @@ def emit_kernel(
             old = _load(old_address + offset + k.to(tl.int64) * VB, valid, VB)
             new = _load(live + row.to(tl.int64) * live_step + column.to(tl.int64) * VB, valid, VB)
             x = old ^ new
-            flags = _flags(x, W)
+            flags = word_flags(x, W)
             count = _count(flags, W)
             slot = slot_0 + tl.cumsum(count, 0) - count
             slot_0 += tl.sum(count, 0)
@@ -309,10 +296,7 @@ def emit_kernel(
                     before = tl.where(there, position, before)
                 position += 1
             # Old bytes of words that did not change are left out of the sums on both sides.
-            if W == 8:
-                touched = tl.where(valid, 0xFFFFFFFFFFFFFFFF, 0).to(tl.uint64)
-            else:
-                touched = flags * ((1 << (8 * W)) - 1)
+            touched = word_mask(x, W)
             byte = (flat_0 + row.to(tl.int64) * flat_step) * W + column.to(tl.int64) * VB
             was_a, change_a = _unit_terms(byte, old & touched, new & touched, 0, VB)
             was_b, change_b = _unit_terms(byte, old & touched, new & touched, 1, VB)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasync.kernels._common_triton import remap, word_term
+from megasync.kernels._common_triton import change_terms, remap, touch_word, unsigned
 from megasync.kernels.records import AXIS_HEAD, HEAD
 
 _ROW_HEAD, _ROW_AXIS = tl.constexpr(HEAD), tl.constexpr(AXIS_HEAD)
@@ -28,26 +28,6 @@ def _value(planes_ptr, stride, at, mask, W: tl.constexpr):
     for i in tl.static_range(1, W):
         value |= tl.load(planes_ptr + i * stride + at, mask=mask, other=0).to(value.dtype) << (8 * i)
     return value
-
-
-@triton.jit
-def _touch(address, byte, bit, value, mask, WRITE: tl.constexpr, W: tl.constexpr):
-    """XORs ``value`` in at ``address + byte`` (bit ``bit`` of that byte) and returns what was there, shifted down."""
-    if W == 8:
-        wide_ptr = (address + byte).to(tl.pointer_type(tl.int64))
-        if WRITE:
-            old8 = tl.atomic_xor(wide_ptr, value, mask=mask, sem="relaxed")
-        else:
-            old8 = tl.load(wide_ptr, mask=mask, other=0)
-        return old8.to(tl.uint64)
-    else:
-        unit_ptr = (address + (byte & -4)).to(tl.pointer_type(tl.int32))
-        shift = (byte & 3).to(tl.int32) * 8 + bit
-        if WRITE:
-            old = tl.atomic_xor(unit_ptr, value << shift, mask=mask, sem="relaxed")
-        else:
-            old = tl.load(unit_ptr, mask=mask, other=0)
-        return (old.to(tl.uint32) >> shift.to(tl.uint32)).to(tl.uint64)
 
 
 @triton.jit
@@ -129,45 +109,20 @@ def scatter_kernel(
                 if PARTS > 1:
                     change = ((value >> (4 * part)) & 15).to(tl.int32)
                     inside = inside & (change != 0)
-                    old = _touch(address, offset >> 1, (offset & 1).to(tl.int32) * 4, change, inside, WRITE, 1)
-                    old = old & 15
                 else:
                     change = value
-                    old = _touch(address, offset * W, 0, change, inside, WRITE, W)
-                    if W < 8:
-                        old = old & ((1 << (8 * W)) - 1)
+                old = touch_word(address, offset, change, inside, WRITE, W, PARTS)
                 if SUMS > 0:
                     seen = inside & counted
-                    changed = change.to(tl.uint64)
-                    if W == 4:
-                        changed = changed & 0xFFFFFFFF
-                    new = tl.where(seen, old ^ changed, 0)
+                    new = tl.where(seen, old ^ unsigned(change, 1 if PARTS > 1 else W), 0)
                     old = tl.where(seen, old, 0)
-                    if PARTS > 1:
-                        # A nibble lies in one 4-byte unit: number the unit by byte, whatever the word size.
-                        byte = flat * W + part // 2
-                        bit = (part % 2) * 4
-                        delta = new - old
-                        new_a += word_term(byte, delta, bit, 0, 1)
-                        new_b += word_term(byte, delta, bit, 1, 1)
-                        if SUMS > 2:
-                            old_a += word_term(byte, old, bit, 0, 1)
-                            old_b += word_term(byte, old, bit, 1, 1)
-                    elif W == 8:
-                        before_a = word_term(flat, old, 0, 0, W)
-                        before_b = word_term(flat, old, 0, 1, W)
-                        new_a += word_term(flat, new, 0, 0, W) - before_a
-                        new_b += word_term(flat, new, 0, 1, W) - before_b
-                        if SUMS > 2:
-                            old_a += before_a
-                            old_b += before_b
-                    else:
-                        delta = new - old
-                        new_a += word_term(flat, delta, 0, 0, W)
-                        new_b += word_term(flat, delta, 0, 1, W)
-                        if SUMS > 2:
-                            old_a += word_term(flat, old, 0, 0, W)
-                            old_b += word_term(flat, old, 0, 1, W)
+                    was_a, change_a = change_terms(flat, old, new, part, 0, W, PARTS)
+                    was_b, change_b = change_terms(flat, old, new, part, 1, W, PARTS)
+                    new_a += change_a
+                    new_b += change_b
+                    if SUMS > 2:
+                        old_a += was_a
+                        old_b += was_b
             row += _ROW_HEAD + ND * (_ROW_AXIS + 3 * TT)
     if SUMS > 0:
         sums_ptr = lanes_ptr + tl.load(tile_ptr + 2).to(tl.int64) * 4

@@ -68,6 +68,7 @@ class RecordGroup:
         num_terms: Terms a group of axes may have; shorter ones are padded with factor 0.
         owners: int64 ``[R]``, tensor of each record, ascending.
         storage: int64 ``[R]``, index into the storages of the pack.
+        divisors: int64 ``[R, num_axes, num_terms]`` on the CPU, divisor of each term; 0 where there is none.
         rows: int64 ``[R, HEAD + num_axes * (AXIS_HEAD + 3 * num_terms)]`` on the CPU.
         table: The same on the storages' device.
     """
@@ -77,6 +78,7 @@ class RecordGroup:
     num_terms: int
     owners: np.ndarray
     storage: np.ndarray
+    divisors: np.ndarray
     rows: np.ndarray
     table: torch.Tensor
 
@@ -287,12 +289,14 @@ def _group(
     num_terms = max(1, max(len(a.terms) for _, _, axes, _ in members for a in axes))
     width = AXIS_HEAD + 3 * num_terms
     rows = np.zeros((len(members), HEAD + num_axes * width), dtype=np.int64)
-    for row, (_, storage, axes, r) in zip(rows, members, strict=True):
+    divisors = np.zeros((len(members), num_axes, num_terms), dtype=np.int64)
+    for row, divisor_row, (_, storage, axes, r) in zip(rows, divisors, members, strict=True):
         flag = int(bool(r.primary) == (digest == "primary"))
         row[:HEAD] = (storages[storage].data_ptr(), r.base, flag, 0)
         for i, a in enumerate(axes):
             cells = [a.low, a.high, a.origin, a.merge_stride, a.keep, a.stride]
-            for divisor, factor in a.terms:
+            for t, (divisor, factor) in enumerate(a.terms):
+                divisor_row[i, t] = divisor
                 cells += [divisor, 0, factor] if wide else [*magic(divisor), factor]
             for _ in range(num_terms - len(a.terms)):
                 cells += [1, 0, 0]
@@ -300,4 +304,4 @@ def _group(
     owners = np.array([m[0] for m in members], dtype=np.int64)
     device = storages[0].device
     table = torch.from_numpy(rows).to(device)
-    return RecordGroup(nibble, wide, num_terms, owners, np.array([m[1] for m in members]), rows, table)
+    return RecordGroup(nibble, wide, num_terms, owners, np.array([m[1] for m in members]), divisors, rows, table)

@@ -14,7 +14,8 @@ from math import prod
 
 from megasync.errors import PlanError
 from megasync.layout.lines import Line, Piece, Term, piece_of, split_piece
-from megasync.layout.modes import MAX_DIGITS, Digit, Layout, Remap, Unit
+from megasync.layout.modes import Digit, Layout, Remap, Unit
+from megasync.layout.rules import MAX_DIGITS
 
 
 def chained(inner: Layout, outer: Layout) -> Layout:

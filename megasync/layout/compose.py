@@ -53,10 +53,20 @@ class Arrangement:
             raise PlanError(f"axis {axis} of extent {extent} cannot be split by {inner}: pad it to a multiple first")
         pieces = tuple(p for piece in self.pieces for p in split_piece(piece, axis, inner))
         extents = (*self.extents[:axis], extent // inner, inner, *self.extents[axis + 1 :])
-        return replace(self, extents=extents, pieces=pieces)
+        return Arrangement(self.whole, self.unit, extents, pieces)
 
     def merge(self, axis: int) -> Arrangement:
-        """Joins ``axis`` and the next one row-major."""
+        """Joins an axis and the next one row-major.
+
+        Args:
+            axis: The outer axis; negative counts from the end.
+
+        Returns:
+            The arrangement with one axis in place of two.
+
+        Raises:
+            PlanError: There is no next axis.
+        """
         axis = self._axis(axis)
         if axis + 1 >= len(self.extents):
             raise PlanError(f"axis {axis} is the last of {self.extents}: there is nothing to merge it with")
@@ -66,14 +76,14 @@ class Arrangement:
         for p in self.pieces:
             joined = p.lines[axis].scaled(inner).plus(p.lines[axis + 1])
             pieces.append(p.with_lines((*p.lines[:axis], joined, *p.lines[axis + 2 :])))
-        return replace(self, extents=extents, pieces=tuple(pieces))
+        return Arrangement(self.whole, self.unit, extents, tuple(pieces))
 
     def permute(self, order: Sequence[int]) -> Arrangement:
-        """Reorders the axes as ``torch.permute`` does."""
+        """Reorders the axes as ``torch.permute`` does: axis ``i`` of the result is axis ``order[i]``."""
         if sorted(order) != list(range(len(self.extents))):
             raise PlanError(f"{tuple(order)} is not an order of the {len(self.extents)} axes")
         pieces = tuple(p.with_lines(tuple(p.lines[a] for a in order)) for p in self.pieces)
-        return replace(self, extents=tuple(self.extents[a] for a in order), pieces=pieces)
+        return Arrangement(self.whole, self.unit, tuple(self.extents[a] for a in order), pieces)
 
     def pad(self, axis: int, *, to: int = 0, multiple: int = 1) -> Arrangement:
         """Grows an axis at its end; the padding is never addressed.
@@ -88,7 +98,7 @@ class Arrangement:
         """
         axis = self._axis(axis)
         extent = -(-max(self.extents[axis], to) // multiple) * multiple
-        return replace(self, extents=(*self.extents[:axis], extent, *self.extents[axis + 1 :]))
+        return self._resized(axis, extent, self.pieces)
 
     def concat(self, axis: int, *, offset: int, total: int) -> Arrangement:
         """Places the tensor as one part of a concatenation.
@@ -110,14 +120,14 @@ class Arrangement:
         pieces = tuple(
             p.with_lines((*p.lines[:axis], p.lines[axis].shifted(offset), *p.lines[axis + 1 :])) for p in self.pieces
         )
-        return replace(self, extents=(*self.extents[:axis], total, *self.extents[axis + 1 :]), pieces=pieces)
+        return self._resized(axis, total, pieces)
 
     def stack(self, index: int, count: int, axis: int = 0) -> Arrangement:
         """Inserts an axis of ``count`` and takes place ``index`` of it (an expert of a stack, a part of a whole)."""
         if not 0 <= index < count or not 0 <= axis <= len(self.extents):
             raise PlanError(f"index {index} of {count} at axis {axis} is out of range for {self.extents}")
         pieces = tuple(p.with_lines((*p.lines[:axis], Line(index), *p.lines[axis:])) for p in self.pieces)
-        return replace(self, extents=(*self.extents[:axis], count, *self.extents[axis:]), pieces=pieces)
+        return Arrangement(self.whole, self.unit, (*self.extents[:axis], count, *self.extents[axis:]), pieces)
 
     def reverse(self, axis: int) -> Arrangement:
         """Runs an axis backwards, as ``torch.flip`` does."""
@@ -127,7 +137,7 @@ class Arrangement:
             p.with_lines((*p.lines[:axis], p.lines[axis].scaled(-1).shifted(top), *p.lines[axis + 1 :]))
             for p in self.pieces
         )
-        return replace(self, pieces=pieces)
+        return Arrangement(self.whole, self.unit, self.extents, pieces)
 
     def swap_halves(self, axis: int) -> Arrangement:
         """Exchanges the halves of an axis (gate-first to up-first of a canonical tensor that is already fused)."""
@@ -236,6 +246,10 @@ class Arrangement:
                 line = line.plus(axis_line.scaled(step))
             records.append(record_of(self.whole, self.unit, p, line, storage, primary))
         return replace(self.whole, records=tuple(records))
+
+    def _resized(self, axis: int, extent: int, pieces: tuple[Piece, ...]) -> Arrangement:
+        extents = (*self.extents[:axis], extent, *self.extents[axis + 1 :])
+        return Arrangement(self.whole, self.unit, extents, pieces)
 
     def _axis(self, axis: int) -> int:
         rank = len(self.extents)

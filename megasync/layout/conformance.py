@@ -17,11 +17,12 @@ from megasync.errors import FormatError, PlanError
 from megasync.layout.encoding import decode_layouts, encode_layouts, layouts_digest
 from megasync.layout.evaluate import gather, xor_
 from megasync.layout.live import describe, storages_of
-from megasync.layout.modes import MAX_DIGITS, Layout
+from megasync.layout.modes import Layout
 from megasync.layout.plan import LoadFn, ProbedPlan, Specs
 from megasync.layout.probe import verify_on
 from megasync.layout.probe_patterns import random_tensor
 from megasync.layout.prove import validate_all
+from megasync.layout.rules import MAX_DIGITS
 from megasync.layout.views import box_offsets
 
 SPARSE_LIMIT = 1 << 20

@@ -15,7 +15,8 @@ import msgspec
 
 from megasync.digest import XXH3_128, content_digest
 from megasync.errors import FormatError
-from megasync.layout.modes import MAX_DIGITS, Digit, Layout, Remap
+from megasync.layout.modes import Digit, Layout, Remap
+from megasync.layout.rules import MAX_DIGITS
 
 FORMAT = 1
 KIND = "megasync.layouts"

@@ -9,13 +9,14 @@ digests and the content proof. This module must import nothing of megasync but `
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 
 import numpy as np
 import torch
 
 from megasync.errors import PlanError
 from megasync.layout.modes import Layout, Remap
-from megasync.layout.views import box_offsets, physical_range, strided_parts
+from megasync.layout.views import StridedPart, box_offsets, physical_range, strided_parts
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,9 +36,11 @@ def gather(layout: Layout, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         PlanError: A storage is missing or too small.
     """
     device = live[layout.storages[0]].device if layout.records and layout.storages[0] in live else torch.device("cpu")
-    out = torch.zeros(layout.slice_nbytes, dtype=torch.uint8, device=device)
+    held = layout.leading()
+    whole = sum(r.num_units / layout.units_per_word(r) for r in held) * layout.word_nbytes >= layout.slice_nbytes
+    out = (torch.empty if whole else torch.zeros)(layout.slice_nbytes, dtype=torch.uint8, device=device)
     by_unit: dict[str, list[Remap]] = {}
-    for r in layout.leading():
+    for r in held:
         by_unit.setdefault(r.unit, []).append(r)
     for unit, records in by_unit.items():
         words = unpack_nibbles(out) if unit == "nibble" else out.view(_WORDS[layout.word_nbytes])
@@ -113,12 +116,49 @@ def _move(layout: Layout, r: Remap, live: torch.Tensor, canonical: torch.Tensor,
         _move_by_index(layout, r, live, canonical, shift=shift, read=read)
         return
     for p in parts:
-        here = live.as_strided(p.extents, p.live_strides, live.storage_offset() + p.live_offset + shift)
-        there = canonical.as_strided(p.extents, p.slice_strides, canonical.storage_offset() + p.slice_offset)
+        wide = _widened(p, live, canonical, shift) if r.unit == "word" else 1
+        q, far, near = (
+            (p, live, canonical) if wide == 1 else (_scaled(p, wide), _wide(live, wide), _wide(canonical, wide))
+        )
+        here = far.as_strided(q.extents, q.live_strides, far.storage_offset() + q.live_offset + shift)
+        there = near.as_strided(q.extents, q.slice_strides, near.storage_offset() + q.slice_offset)
         if read:
             there.copy_(here)
         else:
             here.bitwise_xor_(there)
+
+
+def _widened(p: StridedPart, live: torch.Tensor, canonical: torch.Tensor, shift: int) -> int:
+    """How many words of a part can be moved as one: words that are neighbours on both sides, aligned throughout."""
+    runs = [n for n, s, t in zip(p.extents, p.slice_strides, p.live_strides, strict=True) if s == t == 1]
+    if not runs:
+        return 1
+    others = [
+        x
+        for n, s, t in zip(p.extents, p.slice_strides, p.live_strides, strict=True)
+        if (s, t) != (1, 1)
+        for x in (s, t)
+    ]
+    offsets = [p.slice_offset, p.live_offset, shift, live.storage_offset(), canonical.storage_offset()]
+    return gcd(8 // live.element_size(), runs[0], *others, *offsets)
+
+
+def _scaled(p: StridedPart, wide: int) -> StridedPart:
+    """The part in words ``wide`` times as large."""
+    extents = tuple(
+        n // wide if s == t == 1 else n for n, s, t in zip(p.extents, p.slice_strides, p.live_strides, strict=True)
+    )
+    return StridedPart(
+        extents,
+        p.slice_offset // wide,
+        tuple(max(s // wide, 1) for s in p.slice_strides),
+        p.live_offset // wide,
+        tuple(max(t // wide, 1) for t in p.live_strides),
+    )
+
+
+def _wide(words: torch.Tensor, wide: int) -> torch.Tensor:
+    return words[: words.numel() // wide * wide].view(_WORDS[words.element_size() * wide])
 
 
 def _move_by_index(

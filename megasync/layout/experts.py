@@ -162,12 +162,24 @@ def stacked(matrix: Arrangement, place: Place, storage: str, steps: Steps = as_i
 def w13_stack(
     part: HalfPart, shape: Sequence[int], place: Place, storage: str, *, word_nbytes: int, order: Order = "gate_first"
 ) -> Layout:
-    """Gate or up in a plain stack: gate-first (Triton) or up-first ``w31`` (FlashInfer CUTLASS)."""
+    """Gate or up in a plain stack: gate-first (Triton) or up-first ``w31`` (FlashInfer CUTLASS).
+
+    Args:
+        part: Which of the two canonical matrices.
+        shape: Canonical ``(I, H)`` in words.
+        place: Slot and rank.
+        storage: Name of the live stack, ``[num_slots, 2 I / tp, H]``.
+        word_nbytes: Canonical word size.
+        order: Which half comes first.
+
+    Returns:
+        The layout.
+    """
     return stacked(w13_rows(part, shape, place, word_nbytes=word_nbytes, order=order), place, storage)
 
 
 def w2_stack(shape: Sequence[int], place: Place, storage: str, *, word_nbytes: int) -> Layout:
-    """Down in a plain stack."""
+    """Down in a plain stack, live ``[num_slots, H, I / tp]``; arguments as `w13_stack`."""
     return stacked(w2_rows(shape, place, word_nbytes=word_nbytes), place, storage)
 
 
@@ -183,7 +195,22 @@ def w13_interleaved(
     scales: bool = False,
     col_multiple: int = 1,
 ) -> Layout:
-    """Gate or up in groups that take turns: up-first 64 (CuteDSL) or gate-first 16 (MegaMoE); scales then swizzled."""
+    """Gate or up in groups that take turns: up-first 64 (CuteDSL) or gate-first 16 (MegaMoE).
+
+    Args:
+        part: Which of the two canonical matrices.
+        shape: Canonical ``(I, H)`` in words (packed bytes or block scales).
+        place: Slot and rank.
+        storage: Name of the live stack.
+        word_nbytes: Canonical word size.
+        group: Rows of a group; the rank's ``I`` is padded to a multiple of it.
+        order: Which group comes first.
+        scales: Block scales, which are swizzled in 128 x 4 tiles afterwards.
+        col_multiple: Columns are padded to a multiple of this.
+
+    Returns:
+        The layout.
+    """
     rows = w13_rows(
         part,
         shape,
@@ -208,7 +235,21 @@ def w13_trtllm(
     row_multiple: int = 128,
     col_multiple: int = 1,
 ) -> Layout:
-    """Gate or up for TRT-LLM's gated kernels: up-first, ``I`` padded, single rows take turns, then ``steps``."""
+    """Gate or up for TRT-LLM's gated kernels: up-first, ``I`` padded, single rows take turns, then a shuffle.
+
+    Args:
+        part: Which of the two canonical matrices.
+        shape: Canonical ``(I, H)`` in words.
+        place: Slot and rank.
+        storage: Name of the live stack.
+        word_nbytes: Canonical word size.
+        steps: `shuffled_32` (4-bit weights), `shuffled_32_swizzled` (their scales) or `block_major` (BF16).
+        row_multiple: The rank's ``I`` is padded to a multiple of this.
+        col_multiple: Columns are padded to a multiple of this.
+
+    Returns:
+        The layout.
+    """
     rows = w13_rows(
         part,
         shape,

@@ -54,7 +54,10 @@ class Line:
 
     def scaled(self, factor: int) -> Line:
         """The line times ``factor``."""
-        return Line(self.base * factor, tuple(replace(t, weight=t.weight * factor) for t in self.terms))
+        if factor == 1:
+            return self
+        terms = tuple(Term(t.group, t.src_stride, t.extent, t.weight * factor) for t in self.terms)
+        return Line(self.base * factor, terms)
 
     def shifted(self, offset: int) -> Line:
         """The line plus ``offset``."""
@@ -62,7 +65,7 @@ class Line:
 
     def plus(self, other: Line) -> Line:
         """The sum of two lines."""
-        return Line(self.base + other.base, self.terms + other.terms)
+        return Line(self.base + other.base, (*self.terms, *other.terms))
 
     def split(self, radix: int) -> tuple[Line, Line]:
         """Splits the line into quotient and remainder by a radix.
@@ -81,7 +84,7 @@ class Line:
         for t in self.terms:
             size = abs(t.weight)
             if size % radix == 0:
-                high.append(replace(t, weight=t.weight // radix))
+                high.append(Term(t.group, t.src_stride, t.extent, t.weight // radix))
             elif (t.extent - 1) * size < radix:
                 low.append(t)
             elif radix % size == 0:
@@ -120,7 +123,7 @@ class Piece:
 
     def with_lines(self, lines: tuple[Line, ...]) -> Piece:
         """The same box under other lines."""
-        return replace(self, lines=lines)
+        return Piece(self.start, self.stop, self.origin, self.local_shape, self.merge, lines)
 
 
 def split_piece(piece: Piece, axis: int, radix: int) -> list[Piece]:

@@ -10,17 +10,15 @@ down; the receiver and the kernels evaluate the same records. This module must i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 import numpy as np
 
-Unit = Literal["word", "nibble"]
+from megasync.layout.rules import boxes_apart, broken_rule
 
-MAX_DIGITS = 8
-"""Digits a record may have: what the kernels keep in registers, and what every known engine layout fits."""
+Unit = Literal["word", "nibble"]
 
 CHUNK_WORDS = 1 << 15
 """Coordinates evaluated at a time: the temporaries of a chunk stay in a core's second-level cache."""
@@ -84,7 +82,7 @@ class Remap:
         Raises:
             ValueError: A field is out of range or inconsistent with another.
         """
-        reason = _broken_rule(self)
+        reason = broken_rule(self)
         if reason:
             raise ValueError(f"layout record into storage {self.storage!r} is not valid: {reason}; record {self}")
 
@@ -107,7 +105,11 @@ class Remap:
 
     def group_range(self, group: int) -> tuple[int, int]:
         """Smallest and largest merged coordinate that the record's box reaches in a group (both inclusive)."""
-        strides, axes = self.group_strides(group), self.merge[group]
+        axes = self.merge[group]
+        if len(axes) == 1:
+            first = self.origin[axes[0]]
+            return self.start[axes[0]] - first, self.stop[axes[0]] - 1 - first
+        strides = self.group_strides(group)
         low = sum((self.start[a] - self.origin[a]) * s for a, s in zip(axes, strides, strict=True))
         high = sum((self.stop[a] - 1 - self.origin[a]) * s for a, s in zip(axes, strides, strict=True))
         return low, high
@@ -210,8 +212,8 @@ class Layout:
         word_nbytes: Canonical word size: 1, 2, 4 or 8.
         start: Start of the rank's slice of the canonical tensor, in words.
         stop: End of the rank's slice, in words.
-        records: Primaries cover every word of the slice exactly once; where the rank holds only copies (a replicated KV
-            head whose primary is another rank's) the leading records do. Empty where the slice is empty.
+        records: The leading ones (`leading`) cover every word of the slice exactly once: the primaries, and copies of
+            words whose primary is another rank's (a replicated KV head). Empty where the slice is empty.
         partial: The rank holds only some words of the slice (two runs of rows of a fused tensor).
     """
 
@@ -266,14 +268,24 @@ class Layout:
         """Units of a record in one canonical word: 1, or 2 x word_nbytes for unit nibble."""
         return 2 * self.word_nbytes if record.unit == "nibble" else 1
 
+    def moved(self, offset: int, storage: str | None = None) -> Layout:
+        """The same layout further on: the next expert of a stack, or the same place of another layer.
+
+        Args:
+            offset: Added to the base of every record, in units.
+            storage: New name of the live storage; unchanged by default.
+
+        Returns:
+            The layout; making it is cheaper than composing it again.
+        """
+        records = tuple(replace(r, base=r.base + offset, storage=storage or r.storage) for r in self.records)
+        return replace(self, records=records)
+
     def leading(self) -> tuple[Remap, ...]:
-        """The records that hold each word once: the primaries, or the first disjoint ones where all are copies."""
-        primaries = tuple(r for r in self.records if r.primary)
-        if primaries:
-            return primaries
-        chosen: list[Remap] = []
+        """The records that hold each word once: the primaries, then copies of words that have no primary here."""
+        chosen = [r for r in self.records if r.primary]
         for r in self.records:
-            if all(_apart(r, c) for c in chosen):
+            if not r.primary and all(boxes_apart(r, c) for c in chosen):
                 chosen.append(r)
         return tuple(chosen)
 
@@ -285,43 +297,3 @@ def _divide(z: np.ndarray, divisor: int) -> np.ndarray:
     if divisor & (divisor - 1) == 0:
         return z >> (divisor.bit_length() - 1)
     return z // divisor
-
-
-def _apart(a: Remap, b: Remap) -> bool:
-    """Whether the boxes of two records of one tensor share no word (boxes compared in words of the coarser unit)."""
-    fa = 1 if a.unit == b.unit else (b.shape[-1] // a.shape[-1] if b.unit == "nibble" else 1)
-    fb = 1 if a.unit == b.unit else (a.shape[-1] // b.shape[-1] if a.unit == "nibble" else 1)
-    last = len(a.shape) - 1
-    for axis in range(last + 1):
-        ga, gb = (fa, fb) if axis == last else (1, 1)
-        if a.stop[axis] * ga <= b.start[axis] * gb or b.stop[axis] * gb <= a.start[axis] * ga:
-            return True
-    return False
-
-
-def _broken_rule(r: Remap) -> str:
-    """The first rule of the record contract that a record breaks, empty where it keeps all."""
-    rank = len(r.shape)
-    if not rank or any(len(t) != rank for t in (r.start, r.stop, r.origin, r.local_shape)):
-        return "shape, start, stop, origin and local_shape must have one rank >= 1"
-    for n, a, b, o, m in zip(r.shape, r.start, r.stop, r.origin, r.local_shape, strict=True):
-        if not 0 <= o <= a < b <= o + m <= n:
-            return "an axis breaks 0 <= origin <= start < stop <= origin + local_shape <= shape"
-    if [a for group in r.merge for a in group] != list(range(rank)) or not all(r.merge):
-        return "merge must list every axis once, in order, in non-empty groups"
-    if len(r.digits) > MAX_DIGITS:
-        return f"{len(r.digits)} digits, at most {MAX_DIGITS} allowed"
-    tops: dict[int, int] = {}
-    for d in r.digits:
-        if not 0 <= d.axis < len(r.merge) or d.extent < 0 or d.src_stride < 1 or d.dst_stride == 0:
-            return f"{d} has an axis, extent or stride out of range"
-        tops[d.axis] = max(tops.get(d.axis, 0), d.src_stride)
-    if any(d.extent == 0 and d.src_stride != tops[d.axis] for d in r.digits):
-        return "only the top digit of an axis may be unbounded"
-    if any(a == b for a, b in pairwise(sorted((d.axis, d.src_stride) for d in r.digits))):
-        return "two digits of one axis have the same source stride"
-    if r.unit not in ("word", "nibble") or r.word_nbytes not in (1, 2, 4, 8) or not r.storage:
-        return "unit, word_nbytes or storage name out of range"
-    if r.unit == "nibble" and r.word_nbytes != 1:
-        return "unit nibble needs word_nbytes 1"
-    return ""

@@ -58,17 +58,55 @@ def cut_evenly(
 
 
 def replicated(shape: Sequence[int], *, word_nbytes: int, storage: str, tp_rank: int = 0) -> Layout:
-    """A tensor that every rank holds as it is (norms, routers): primary on rank 0 only."""
+    """A tensor that every rank holds as it is (norms, routers): primary on rank 0 only.
+
+    Args:
+        shape: Canonical extents in words.
+        word_nbytes: Canonical word size.
+        storage: Name of the live storage, same extents.
+        tp_rank: Rank in the tensor-parallel group.
+
+    Returns:
+        The layout.
+    """
     return arrange(shape, word_nbytes=word_nbytes).to(storage, primary=tp_rank == 0)
 
 
 def column_parallel(shape: Sequence[int], *, word_nbytes: int, storage: str, tp_rank: int, tp_size: int) -> Layout:
-    """A row slice ``[out / tp, in]`` (ColumnParallelLinear)."""
+    """A row slice (ColumnParallelLinear).
+
+    Args:
+        shape: Canonical ``(out, in)``, or ``(out,)`` of a bias.
+        word_nbytes: Canonical word size.
+        storage: Name of the live storage, ``[out / tp, in]``.
+        tp_rank: Rank in the tensor-parallel group.
+        tp_size: Size of the group.
+
+    Returns:
+        The layout.
+
+    Raises:
+        PlanError: Rows do not divide by the group size.
+    """
     return cut_evenly(shape, 0, word_nbytes=word_nbytes, tp_rank=tp_rank, tp_size=tp_size).to(storage)
 
 
 def row_parallel(shape: Sequence[int], *, word_nbytes: int, storage: str, tp_rank: int, tp_size: int) -> Layout:
-    """A column slice ``[out, in / tp]`` (RowParallelLinear: o and down projections)."""
+    """A column slice (RowParallelLinear: o and down projections).
+
+    Args:
+        shape: Canonical ``(out, in)``.
+        word_nbytes: Canonical word size.
+        storage: Name of the live storage, ``[out, in / tp]``.
+        tp_rank: Rank in the tensor-parallel group.
+        tp_size: Size of the group.
+
+    Returns:
+        The layout.
+
+    Raises:
+        PlanError: Columns do not divide by the group size.
+    """
     return cut_evenly(shape, len(shape) - 1, word_nbytes=word_nbytes, tp_rank=tp_rank, tp_size=tp_size).to(storage)
 
 
@@ -151,7 +189,24 @@ def fused_qkv(
     tp_rank: int,
     tp_size: int,
 ) -> Layout:
-    """q, k or v in the fused projection of one rank (QKVParallelLinear); arguments as `qkv_part`."""
+    """q, k or v in the fused projection of one rank (QKVParallelLinear).
+
+    Args:
+        part: Which of the three canonical tensors.
+        q_shape: Canonical extents of q.
+        kv_shape: Canonical extents of k and of v.
+        num_kv_heads: Key-value heads of the model.
+        word_nbytes: Canonical word size.
+        storage: Name of the live storage, ``[q rows + k rows + v rows, in]`` of the rank.
+        tp_rank: Rank in the tensor-parallel group.
+        tp_size: Size of the group.
+
+    Returns:
+        The layout; a copy where another rank is the first holder of the same heads.
+
+    Raises:
+        PlanError: Heads do not divide.
+    """
     rows, first = qkv_part(
         part,
         q_shape=q_shape,
@@ -167,24 +222,49 @@ def fused_qkv(
 def fused_gate_up(
     part: HalfPart, shape: Sequence[int], *, word_nbytes: int, storage: str, tp_rank: int, tp_size: int
 ) -> Layout:
-    """Gate or up in ``[gate rows | up rows]`` of one rank (MergedColumnParallelLinear)."""
+    """Gate or up in ``[gate rows | up rows]`` of one rank (MergedColumnParallelLinear).
+
+    Args:
+        part: Which of the two canonical matrices.
+        shape: Canonical ``(intermediate, hidden)``.
+        word_nbytes: Canonical word size.
+        storage: Name of the live storage, ``[2 intermediate / tp, hidden]``.
+        tp_rank: Rank in the tensor-parallel group.
+        tp_size: Size of the group.
+
+    Returns:
+        The layout.
+
+    Raises:
+        PlanError: Rows do not divide by the group size.
+    """
     rows = cut_evenly(shape, 0, word_nbytes=word_nbytes, tp_rank=tp_rank, tp_size=tp_size)
     size = rows.extents[0]
     return rows.concat(0, offset=0 if part == "gate" else size, total=2 * size).to(storage)
 
 
 def padded_matrix(rows: Arrangement, storage: str, *, row_multiple: int = 32, col_multiple: int = 32) -> Layout:
-    """A matrix whose rows and columns the kernel pads (packed 4-bit weights of the CUTLASS paths: 32 each)."""
+    """A matrix whose rows and columns the kernel pads (packed 4-bit weights of the CUTLASS paths).
+
+    Args:
+        rows: The rank's part, two axes.
+        storage: Name of the live storage, padded extents; padding is never addressed.
+        row_multiple: Rows are padded to a multiple of this.
+        col_multiple: Columns, in words, are padded to a multiple of this.
+
+    Returns:
+        The layout.
+    """
     return rows.pad(0, multiple=row_multiple).pad(1, multiple=col_multiple).to(storage)
 
 
 def swizzled_scales(rows: Arrangement, storage: str) -> Layout:
-    """Block scales in 128 x 4 tiles, rows padded to 128 and columns to 4."""
+    """Block scales in 128 x 4 tiles, rows padded to 128 and columns to 4; see `Arrangement.swizzle_128x4`."""
     return rows.swizzle_128x4().to(storage)
 
 
 def transposed(rows: Arrangement, storage: str) -> Layout:
-    """A matrix stored as its transpose (FP8 channel and tensor kernels)."""
+    """A matrix stored as its transpose (FP8 channel and tensor kernels): live ``[cols, rows]``, contiguous."""
     return rows.permute((1, 0)).to(storage)
 
 

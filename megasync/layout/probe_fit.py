@@ -17,7 +17,8 @@ from math import prod
 import numpy as np
 
 from megasync.layout.chain import normalised
-from megasync.layout.modes import MAX_DIGITS, Digit, Remap, Unit
+from megasync.layout.modes import Digit, Remap, Unit
+from megasync.layout.rules import MAX_DIGITS
 
 MAX_COPIES = 16
 """Places of one atom in one storage; more is a broadcast, which no record expresses."""

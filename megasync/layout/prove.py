@@ -17,6 +17,7 @@ import numpy as np
 from megasync.errors import PlanError
 from megasync.layout.lines import digit_extent
 from megasync.layout.modes import Layout, Remap
+from megasync.layout.rules import boxes_apart
 from megasync.layout.views import box_offsets, free_parts, physical_range
 
 ENUMERATION_LIMIT = 1 << 22
@@ -115,7 +116,7 @@ def _check_cover(name: str, layout: Layout) -> None:
     for r in held:
         covered += r.num_units * (1 if r.unit == "nibble" else scale)
     for a, b in combinations(held, 2):
-        if _boxes_meet(layout, a, b):
+        if not boxes_apart(a, b):
             raise PlanError(
                 f"layout of {name}: words of {a.start}..{a.stop} and {b.start}..{b.stop} have two primaries"
             )
@@ -125,16 +126,6 @@ def _check_cover(name: str, layout: Layout) -> None:
             f"layout of {name}: its records hold {covered // scale} of the {whole // scale} words of the slice "
             f"{layout.start}..{layout.stop}; expected each once. Add the missing boxes, or mark the layout partial"
         )
-
-
-def _boxes_meet(layout: Layout, a: Remap, b: Remap) -> bool:
-    ga, gb = layout.units_per_word(b), layout.units_per_word(a)
-    last = len(a.shape) - 1
-    for axis in range(len(a.shape)):
-        fa, fb = (ga, gb) if axis == last and a.unit != b.unit else (1, 1)
-        if a.stop[axis] * fa <= b.start[axis] * fb or b.stop[axis] * fb <= a.start[axis] * fa:
-            return False
-    return True
 
 
 def _check_record(name: str, r: Remap, storages: Mapping[str, int]) -> None:

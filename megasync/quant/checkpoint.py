@@ -108,14 +108,14 @@ class QuantisedWeight:
         return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def member_box(self, member: Member, box: Box) -> Box:
-        """The box of a member that an aligned box of the source weight makes; ``((0,), (1,))`` for a scalar.
+        """The box of a member that an aligned box of the source weight makes; the whole member for a scalar.
 
         Args:
             member: Codes, scales or global scale.
             box: A box of the source weight, in elements, cut at block multiples.
         """
         if not member.step:
-            return Box((0,), (1,))
+            return Box((0,) * len(member.spec.shape), member.spec.shape)
         start = tuple(s // n for s, n in zip(box.start, member.step, strict=True))
         stop = tuple(-(-(s + e) // n) for s, e, n in zip(box.start, box.extent, member.step, strict=True))
         return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))

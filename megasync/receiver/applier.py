@@ -117,6 +117,8 @@ class Applier:
         """
         started = self._clock()
         torn = self._status.now.torn and not reloaded
+        if not torn:
+            self._status.set(state="new", version=-1, manifest="")
         newest = self._wanted(None)
         schema = self._reader.schema(newest.schema_digest)
         with self.telemetry.span("bind"):

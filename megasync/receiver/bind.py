@@ -19,7 +19,7 @@ import torch
 from megasync.errors import PlanError, SchemaMismatchError
 from megasync.kernels.records import storage_bytes
 from megasync.layout.compose import with_copies
-from megasync.layout.modes import Layout
+from megasync.layout.modes import Layout, Remap
 from megasync.layout.prove import validate_all
 from megasync.manifest import Manifest
 from megasync.receiver.engine import Derivation, Engine
@@ -250,7 +250,12 @@ def _check_disjoint(storages: Mapping[str, torch.Tensor]) -> None:
 
 
 def _renamed(layout: Layout, key_of: Mapping[str, str]) -> Layout:
-    return replace(layout, records=tuple(replace(r, storage=key_of[r.storage]) for r in layout.records))
+    """Records by the key of their memory; a copy that is the same memory as another record is left out."""
+    kept: dict[Remap, Remap] = {}
+    for r in layout.records:
+        moved = replace(r, storage=key_of[r.storage])
+        kept.setdefault(replace(moved, primary=True), moved)
+    return replace(layout, records=tuple(kept.values()))
 
 
 def _coverage(schema: Schema, layouts: Mapping[int, Layout]) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from megasync.errors import RefetchError
+from megasync.errors import NeedsAnchorError, RefetchError
 from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.receiver.backend import FetchedFrame
@@ -124,6 +124,7 @@ def fetch(
 
     Raises:
         RefetchError: A frame was bad twice.
+        NeedsAnchorError: The payload is gone.
         FormatError: ``consume`` found bytes that break the format.
     """
     counts = fetched if fetched is not None else Fetched()
@@ -160,7 +161,14 @@ def _read(
     reader: PublicationReader, schema: Schema, manifest: Manifest, span: Range, counts: Fetched
 ) -> Iterator[FetchedFrame]:
     buffer = memoryview(bytearray(span.nbytes))
-    reader.sink.read_into(manifest.payload_key(span.payload), span.offset, buffer, timeout_s=reader.timeout_s)
+    key = manifest.payload_key(span.payload)
+    try:
+        reader.sink.read_into(key, span.offset, buffer, timeout_s=reader.timeout_s)
+    except KeyError as e:
+        raise NeedsAnchorError(
+            f"payload {key} of version {manifest.version} is not in {reader.sink.describe()}: it was pruned; nothing was "
+            "touched. Load an anchor"
+        ) from e
     counts.nbytes += span.nbytes
     for number in span.frames:
         record = manifest.frames.record(number)

@@ -16,13 +16,22 @@ from megasync.digest import C, S, WordWeights
 from megasync.types import Lanes
 
 _U = np.uint64
-_C = tuple(np.array(lane, dtype=np.uint64) for lane in C)
 _MASK64 = (1 << 64) - 1
 _SEED = tuple(_U((s + 0x9E3779B97F4A7C15) & _MASK64) for s in S)  # splitmix64 adds its constant first
 _MIX = (_U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB))
 
+# C of the word's 4-byte unit, already shifted to the word's place in it, by word number in a group of four units: products
+# and shifts modulo 2^64 commute.
+_PLACED: dict[int, tuple[np.ndarray, ...]] = {
+    w: tuple(
+        np.array([(lane[i * w // 4] << (8 * (i * w % 4))) & _MASK64 for i in range(16 // w)], dtype=np.uint64)
+        for lane in C
+    )
+    for w in (1, 2, 4)
+}
+
 CHUNK = 1 << 14
-"""Words handled at a time: seven temporaries of 128 KiB."""
+"""Words handled at a time: six temporaries of 128 KiB."""
 
 _local = threading.local()
 
@@ -67,8 +76,7 @@ class _Workspace:
 
     def __init__(self) -> None:
         self.group = np.empty(CHUNK, np.uint64)
-        self.unit = np.empty(CHUNK, np.intp)
-        self.shift = np.empty(CHUNK, np.uint64)
+        self.place = np.empty(CHUNK, np.intp)
         self.a = np.empty(CHUNK, np.uint64)
         self.b = np.empty(CHUNK, np.uint64)
         self.x = np.empty(CHUNK, np.uint64)
@@ -137,19 +145,13 @@ def _chunk_sums(flat: np.ndarray, w: int, starts: np.ndarray, columns: list[np.n
 
 
 def _weights(ws: _Workspace, flat: np.ndarray, w: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of both lanes, already shifted to each word's place in its 4-byte unit; valid until the next call."""
+    """Weights of both lanes, valid until the next call."""
     n = len(flat)
-    index = flat.view(np.uint64)
-    group, unit, shift = ws.group[:n], ws.unit[:n], ws.shift[:n]
-    per_unit = {1: 2, 2: 1, 4: 0}[w]  # log2 of the words in a unit
-    np.right_shift(index, _U(per_unit + 2), out=group)
-    np.right_shift(flat, per_unit, out=unit)
-    np.bitwise_and(unit, 3, out=unit)
-    if per_unit:
-        np.bitwise_and(index, _U((1 << per_unit) - 1), out=shift)
-        np.left_shift(shift, _U(5 - per_unit), out=shift)
+    in_group = 16 // w
+    group, place, x = ws.group[:n], ws.place[:n], ws.x[:n]
+    np.right_shift(flat.view(np.uint64), _U(in_group.bit_length() - 1), out=group)
+    np.bitwise_and(flat, in_group - 1, out=place)
     for lane, out in ((0, ws.a[:n]), (1, ws.b[:n])):
-        x = ws.x[:n]
         np.add(group, _SEED[lane], out=out)
         np.right_shift(out, _U(30), out=x)
         np.bitwise_xor(out, x, out=out)
@@ -160,8 +162,6 @@ def _weights(ws: _Workspace, flat: np.ndarray, w: int) -> tuple[np.ndarray, np.n
         np.right_shift(out, _U(31), out=x)
         np.bitwise_xor(out, x, out=out)
         np.bitwise_or(out, _U(1), out=out)
-        np.take(_C[lane], unit, out=x, mode="clip")  # in range by the mask above; "clip" lets take write in place
+        np.take(_PLACED[w][lane], place, out=x, mode="clip")  # in range by the mask above; "clip" writes in place
         np.multiply(out, x, out=out)
-        if per_unit:
-            np.left_shift(out, shift, out=out)
     return ws.a[:n], ws.b[:n]

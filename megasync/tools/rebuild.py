@@ -146,14 +146,27 @@ def _start_of(schema: Schema, base: Checkpoint, manifests: list[Manifest]) -> tu
 
 
 def _copy(base_dir: Path, out: Path) -> None:
-    """Copy the whole checkpoint directory (or the one file), tokenizer and configuration included."""
+    """Copy the whole checkpoint directory (or the one file), tokenizer and configuration included; holes stay holes."""
     if base_dir.is_dir():
-        shutil.copytree(base_dir, out)
+        shutil.copytree(base_dir, out, copy_function=_copy_file)
     else:
         out.mkdir(parents=True)
-        shutil.copy2(base_dir, out / base_dir.name)
-    for file in checkpoint_files(out):
-        file.chmod(0o644)
+        _copy_file(base_dir, out / base_dir.name)
+
+
+def _copy_file(source: Path | str, target: Path | str) -> None:
+    with Path(source).open("rb") as a, Path(target).open("xb") as b:
+        size = os.fstat(a.fileno()).st_size
+        b.truncate(size)
+        at = 0
+        while at < size:
+            try:
+                start = os.lseek(a.fileno(), at, os.SEEK_DATA)
+            except OSError:  # no data behind ``at``: the rest is a hole
+                return
+            at = os.lseek(a.fileno(), start, os.SEEK_HOLE)
+            while start < at:
+                start += os.copy_file_range(a.fileno(), b.fileno(), min(at - start, 1 << 26), start, start)
 
 
 def _zero(out: Path, schema: Schema) -> None:

@@ -142,7 +142,7 @@ def receive(
             message = buffer[: min(left, CHUNK_NBYTES)]
             work = dist.irecv(message, group=group, group_src=owner)
             _wait(work, f"receiving the payload of rank {owner}", timeout_s, owner)
-            yield memoryview(message.cpu().numpy()).cast("B")
+            yield message.cpu().numpy().data
             left -= message.numel()
 
 

@@ -69,6 +69,11 @@ class QuantisedExporter(Exporter):
         self._owned_nbytes = 0
 
     @property
+    def sources(self) -> Exporter:
+        """The exporter of the weights that are quantised from: what a replica check of quantised weights compares."""
+        return self._inner
+
+    @property
     def exchange_s(self) -> float:
         """Seconds that the last exchange of amaxes took."""
         return self._exchange_s

@@ -16,6 +16,15 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 
+def loopback() -> str:
+    """The IPv6 loopback address, or the IPv4 one on a host without IPv6."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return "::1"
+    except OSError:
+        return "127.0.0.1"
+
+
 class _Listener(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
@@ -41,7 +50,8 @@ class S3Server:
             statuses are negative: the request takes effect, then the answer is that status.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self) -> None:
+        host = loopback()
         self._listener = _Listener(host)
         port = self._listener.server_address[1]
         self.objects, self.requests, self.answers = (

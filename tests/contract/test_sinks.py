@@ -15,7 +15,7 @@ from megasync.sinks.local import LocalSink
 from megasync.sinks.memory import MemorySink
 from megasync.sinks.remote import RemoteSink
 from megasync.sinks.serve import SinkServer
-from tests.contract.s3_server import S3Server
+from tests.contract.s3_server import S3Server, loopback
 
 SINKS = ("local", "memory", "faulty", "served", "object-store", "s3")
 
@@ -30,10 +30,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(lambda: memory if kind == "memory" else FaultySink(memory))
     elif kind == "served":
         secret = secrets.token_bytes(32)
-        server = SinkServer(MemorySink(), secret, host="::1")
+        host = loopback()
+        server = SinkServer(MemorySink(), secret, host=host)
         yield Place(
-            lambda: RemoteSink([("::1", server.port)], secret),
-            url=f"pg://[::1]:{server.port}",
+            lambda: RemoteSink([(host, server.port)], secret),
+            url=f"pg://[{host}]:{server.port}" if ":" in host else f"pg://{host}:{server.port}",
             options={"secret": secret.hex()},
         )
         server.close()
@@ -51,7 +52,7 @@ def _object_store_place(kind: str) -> Iterator[Place]:
         store = MemoryStore()
         yield Place(lambda: ObjectStoreSink(store))
         return
-    with S3Server(host="::1") as server:
+    with S3Server() as server:
         yield Place(
             lambda: ObjectStoreSink.from_url("s3://bucket/some/prefix", **server.options),
             url="s3://bucket/some/prefix",

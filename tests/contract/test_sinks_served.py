@@ -23,6 +23,7 @@ from megasync.sinks.process_group import host_addresses
 from megasync.sinks.remote import RemoteSink
 from megasync.sinks.serve import SinkServer
 from megasync.sinks.wire import Channel, Request
+from tests.contract.s3_server import loopback
 
 SECRET = b"0123456789abcdef"
 
@@ -61,7 +62,9 @@ def _channel(server: SinkServer) -> Channel:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_case_73_ipv4_and_ipv6_reach_one_server(server: SinkServer, host: str, client: Client) -> None:
-    assert server.ipv6
+    if host == "::1" and loopback() != "::1":
+        pytest.skip("this host has no IPv6")
+    assert server.ipv6 == (loopback() == "::1")
     with client(server, host) as sink:
         sink.create("run/a", [b"x"])
         assert sink.read("run/a") == b"x"
@@ -73,7 +76,7 @@ def test_the_first_address_that_answers_is_taken(server: SinkServer, memory: Mem
     with socket.create_server(("127.0.0.1", 0)) as closed:
         dead = closed.getsockname()[1]
     other = SinkServer(MemorySink("of another run"), secrets.token_bytes(32), host="127.0.0.1")
-    with RemoteSink([("127.0.0.1", dead), ("127.0.0.1", other.port), ("::1", server.port)], SECRET) as sink:
+    with RemoteSink([("127.0.0.1", dead), ("127.0.0.1", other.port), (loopback(), server.port)], SECRET) as sink:
         assert sink.read("run/a") == b"x"
     other.close()
     addresses = host_addresses(ipv6=True)

@@ -8,15 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megasync.errors import NonFiniteError
+from megasync.errors import NonFiniteError, ReplicaDriftError
 from megasync.quant import nvfp4
 from megasync.quant.checkpoint import QuantRule
 from megasync.quant.exchange import exchange_amax
 from megasync.quant.formulas import formula
-from megasync.schema import make_schema
-from megasync.tiles import tile_grid
 from megasync.trainer.exporter import Exporter, Piece
+from megasync.trainer.metadata import exchange
+from megasync.trainer.plan import make_plan
 from megasync.trainer.quantised import QuantisedExporter
+from megasync.trainer.regions import match_regions
+from megasync.trainer.replicas import check_replicas
 from megasync.types import Box, TensorSpec
 from tests.distributed.harness import run_ranks
 from tests.golden.quant_inputs import bell
@@ -63,17 +65,15 @@ class ShardExporter(Exporter):
 
 
 def _owned(exporter: QuantisedExporter, rank: int) -> list[Piece]:
-    """Tile parts of this rank's shard, dealt out over its two replicas."""
-    schema = make_schema("run", exporter.specs())
-    boxes: list[tuple[str, Box]] = []
-    for p in exporter.pieces():
-        grid = tile_grid(schema.tensors[schema.ids[p.name]])
-        for tile in grid.tiles_of(p.box):
-            part = grid.box(int(tile)).intersect(p.box)
-            assert part is not None
-            boxes.append((p.name, part))
-    replica = rank // 2
-    return exporter.own([b for i, b in enumerate(boxes) if i % 2 == replica], schema.tensors)
+    """What the real ownership plan gives this rank, and the regions that masking would read."""
+    schema, holdings = exchange("run", exporter, dist.group.WORLD)
+    plan = make_plan(schema, holdings)
+    pieces = exporter.own(plan.owned(rank).named_boxes(), schema.tensors)
+    regions = match_regions(schema, plan, rank, pieces)
+    assert len(regions) == len(pieces)
+    report = check_replicas(schema, holdings, exporter.pieces(), dist.group.WORLD)
+    assert report.num_unread > 0  # quantised bytes lie with their owner alone
+    return pieces
 
 
 def _export(rank: int, world_size: int) -> tuple[list[tuple[str, Box, torch.Tensor]], float, float]:
@@ -92,6 +92,9 @@ def _one_rank_has_nan(rank: int, world_size: int) -> str:
         # A NaN that this rank is the only one to look at, since only the owner of the codes reads the weights.
         piece = next(p for p in inner.pieces() if p.name == name)
         piece.data.fill_(float("nan"))
+    schema, holdings = exchange("sources", exporter.sources, dist.group.WORLD)
+    with pytest.raises(ReplicaDriftError, match=r"ranks? 1 "):  # the check of replicas sees it in the sources
+        check_replicas(schema, holdings, exporter.sources.pieces(), dist.group.WORLD)
     with pytest.raises(NonFiniteError) as caught:
         exporter.settle()
     return str(caught.value)
@@ -115,7 +118,7 @@ def test_shards_and_replicas_give_the_bytes_of_the_whole(tmp_path: Path) -> None
         for name, box, data in pieces:
             rows, columns = SHAPES[name.removesuffix("_scale").removesuffix("_scale_2")]
             width = {"t": columns // 2, "e": columns // 16, "2": 0}[name[-1]]
-            shape = (rows, width) if width else (1,)
+            shape = (rows, width) if width else ()
             at = tuple(slice(a, a + n) for a, n in zip(box.start, box.extent, strict=True))
             got.setdefault(name, torch.zeros(shape, dtype=data.dtype))[at] = data
             seen.setdefault(name, torch.zeros(shape, dtype=torch.int32))[at] += 1
@@ -128,9 +131,8 @@ def test_shards_and_replicas_give_the_bytes_of_the_whole(tmp_path: Path) -> None
             assert torch.equal(got[name + "_scale"], q.scales)
             assert (seen[name] == 1).all()
             assert (seen[name + "_scale"] == 1).all()
-            if name + "_scale_2" in got:  # one of the two replicas has it; both shards may
-                assert torch.equal(got[name + "_scale_2"], q.global_scale.reshape(1))
-    assert any(n.endswith("_scale_2") for n in got)
+            assert torch.equal(got[name + "_scale_2"], q.global_scale)
+            assert int(seen[name + "_scale_2"]) == 1
 
 
 def test_nan_on_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def remap(shape, start, stop, digits, *, base=0, storage="s", primary=True, merg
     """A record; ``slice_`` is the rank's slice (origin, extents), by default the box itself."""
     origin, local = slice_ or (start, tuple(b - a for a, b in zip(start, stop, strict=True)))
     merge = merge or tuple((a,) for a in range(len(shape)))
-    return Remap(shape, start, stop, origin, local, merge, tuple(Digit(*d) for d in digits), base, unit, w, storage, primary)
+    return Remap(
+        shape, start, stop, origin, local, merge, tuple(Digit(*d) for d in digits), base, unit, w, storage, primary
+    )
 
 
 def layouts(w: int, rng: np.random.Generator) -> tuple[list[LiveTensor], dict[str, int]]:
@@ -161,7 +163,9 @@ def scatter_case(w: int, density: float, seed: int, device: str = "cpu", digest:
     records = pack_records(w, [t.shape for t in tensors], [t.records for t in tensors], storages, digest=digest)
     counts = planes.counts.numpy()
     on_device = Planes(w, planes.counts, planes.entries.to(device), planes.dense.to(device))
-    return ScatterCase(w, tensors, tiles, words, values, storages, records, plan_scatter(table, counts, records), on_device)
+    return ScatterCase(
+        w, tensors, tiles, words, values, storages, records, plan_scatter(table, counts, records), on_device
+    )
 
 
 def random_words(n: int, w: int, rng: np.random.Generator) -> np.ndarray:
@@ -252,14 +256,20 @@ def _scattered(new: np.ndarray, rng: np.random.Generator, kind: int, device: str
     return view
 
 
-def compact_case(w: int, density: float, seed: int, device: str = "cpu", scale: int = 1, pinned: bool = False) -> CompactCase:
+def compact_case(
+    w: int, density: float, seed: int, device: str = "cpu", tiny: bool = False, pinned: bool = False
+) -> CompactCase:
     """Tensors whose tiles lie whole, in slices, transposed, in row halves and in column halves; one tile is partly owned."""
     rng = np.random.default_rng(seed)
-    shapes = [(), (7,), (300 * scale, 512), (90, 257), (3, 64 * scale, 1024 // w), (40, 64), (1,), (66_000 * scale,)]
+    shapes = [(), (7,), (300, 512), (90, 257), (3, 64, 1024 // w), (40, 64), (1,), (66_000,)]
+    if tiny:
+        shapes = [(), (7,), (24, 64), (9, 107), (2, 8, 64), (16, 64), (1,), (66_000,)]
     old = [rng.integers(0, 256, int(np.prod(s)) * w, dtype=np.uint8).view(f"<u{w}").reshape(s or (1,)) for s in shapes]
     new, owned = [], []
     for o in old:
         mask = rng.random(o.shape) < density
+        if tiny and 500 < o.size < 2_000:
+            mask |= rng.random(o.shape) < 0.3
         if o.size > 150_000:  # a stretch without changes, and one where all changes
             mask.reshape(-1)[:70_000] = False
             mask.reshape(-1)[-66_000:] = True
@@ -299,12 +309,18 @@ def compact_case(w: int, density: float, seed: int, device: str = "cpu", scale: 
     return CompactCase(w, shapes, old, new, owned, held, plan)
 
 
-def _parts(start: tuple[int, ...], extent: tuple[int, ...], tensor: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _parts(
+    start: tuple[int, ...], extent: tuple[int, ...], tensor: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """How a tile is held: whole, in row parts, in column parts, or only in part."""
     if len(extent) < 2 or extent[-2] < 4:
         return [(start, extent)]
     row, column = len(extent) - 2, len(extent) - 1
-    cuts = {2: (row, [0, extent[row] // 3 // 4 * 4, extent[row]]), 3: (column, [0, 100, 101, extent[column]]), 5: (column, [8, 40])}
+    cuts = {
+        2: (row, [0, extent[row] // 3 // 4 * 4, extent[row]]),
+        3: (column, [0, 100, 101, extent[column]]),
+        5: (column, [8, 40]),
+    }
     if tensor not in cuts:
         return [(start, extent)]
     axis, at = cuts[tensor]

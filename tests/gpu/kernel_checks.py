@@ -35,9 +35,17 @@ def scatter(device: str, w: int, density: float, seed: int = 0) -> None:
     assert all(torch.equal(case.storages[k], before[k]) for k in before)
 
 
-def compact(device: str, w: int, density: float, seed: int = 0, span_nbytes: int | None = None, pinned: bool = False) -> None:
+def compact(
+    device: str,
+    w: int,
+    density: float,
+    seed: int = 0,
+    span_nbytes: int | None = None,
+    pinned: bool = False,
+    tiny: bool = False,
+) -> None:
     """Planes, sums and snapshot of every span; a second pass finds nothing."""
-    case = cases.compact_case(w, density, seed, device, pinned=pinned)
+    case = cases.compact_case(w, density, seed, device, tiny, pinned)
     want, sums = cases.compact_oracle(case)
     lanes = torch.zeros((len(case.shapes), 4), dtype=torch.int64, device=device)
     parts = list(compact_(case.plan, case.snapshot, lanes, span_nbytes=span_nbytes))
@@ -55,7 +63,7 @@ def compact(device: str, w: int, density: float, seed: int = 0, span_nbytes: int
 def compact_tiny(device: str) -> None:
     """All word sizes, dense, sparse and unchanged segments."""
     for w in (1, 2, 4, 8):
-        compact(device, w, 0.001, span_nbytes=200_000)
+        compact(device, w, 0.001, span_nbytes=40_000, tiny=True)
 
 
 def scatter_tiny(device: str) -> None:

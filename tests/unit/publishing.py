@@ -106,9 +106,7 @@ class Publisher:
         records, parts = self._frames(None, words, "anchor")
         return self._root("anchor", words, version, records, parts)
 
-    def _root(
-        self, what: str, words: Words, version: int, records: list[FrameRecord], parts: list[bytes]
-    ) -> Manifest:
+    def _root(self, what: str, words: Words, version: int, records: list[FrameRecord], parts: list[bytes]) -> Manifest:
         head = self._begin()
         table = self.states(words)
         digest = content_digest(table.tobytes())

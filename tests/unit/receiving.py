@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from megasync.kernels.records import storage_bytes
 from megasync.layout.compose import arrange
+from megasync.layout.evaluate import xor_
 from megasync.layout.modes import Layout
+from megasync.receiver.backend import Placed
+from megasync.receiver.bind import Binding
+from megasync.receiver.cpu import CpuBackend
 from megasync.receiver.engine import Derivation, Engine
+from megasync.receiver.sums import Sums
 from megasync.schema import Schema
 from megasync.types import Box, TensorSpec
 
@@ -31,6 +39,20 @@ def words_of(tensor: torch.Tensor) -> np.ndarray:
 def identity(spec: TensorSpec, storage: str | None = None) -> Layout:
     """The layout of a tensor that lies as it is."""
     return arrange(spec.shape or (1,), word_nbytes=spec.word_nbytes).to(storage or spec.name)
+
+
+Storages = dict[str, torch.Tensor]
+
+
+def load(places: Mapping[str, Layout], storages: Storages, words: Mapping[str, np.ndarray]) -> Storages:
+    """Cold load: zeroed storages filled through the layouts, padding left zero."""
+    out = {n: torch.zeros_like(t) for n, t in storages.items()}
+    raw = {n: storage_bytes(t) for n, t in out.items()}
+    for name, layout in places.items():
+        inside = tuple(slice(a, b) for a, b in zip(layout.start, layout.stop, strict=True))
+        part = np.ascontiguousarray(words[name][inside]).reshape(-1).view(np.uint8)
+        xor_(layout, raw, torch.from_numpy(part.copy()))
+    return out
 
 
 @dataclass
@@ -100,3 +122,63 @@ class PlainEngine(Engine):
 def plain_engine(words: Mapping[str, np.ndarray], **more: object) -> PlainEngine:
     """An engine whose live tensors are the canonical ones."""
     return PlainEngine({n: live(w) for n, w in words.items()}, **more)  # type: ignore[arg-type]
+
+
+class Mailbox:
+    """All-gather of the ranks of one engine, each on its own thread."""
+
+    def __init__(self, num_ranks: int, timeout_s: float = 30.0) -> None:
+        self.slots: list[bytes] = [b""] * num_ranks
+        self.barrier = threading.Barrier(num_ranks, timeout=timeout_s)
+
+    def gather(self, rank: int, data: bytes) -> list[bytes]:
+        """Every rank's bytes; a rank that never comes breaks the barrier for all."""
+        self.slots[rank] = data
+        self.barrier.wait()
+        out = list(self.slots)
+        self.barrier.wait()
+        return out
+
+
+class RankEngine(PlainEngine):
+    """One rank of an engine of several."""
+
+    def __init__(self, mailbox: Mailbox, rank: int, **more: object) -> None:
+        super().__init__(**more)  # type: ignore[arg-type]
+        self.mailbox, self.rank, self.num_ranks = mailbox, rank, len(mailbox.slots)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return self.mailbox.gather(self.rank, data)
+
+
+def on_ranks(calls: Sequence[Callable[[], object]]) -> list[object]:
+    """Run one call a rank, each on its own thread; errors are results."""
+
+    def caught(call: Callable[[], object]) -> object:
+        try:
+            return call()
+        except Exception as e:
+            return e
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(caught, calls))
+
+
+class BrokenBackend(CpuBackend):
+    """Writes what it is told to, then fails; or lets undo fail."""
+
+    def __init__(self, binding: Binding, write_fails_after: int | None = None, undo_fails: bool = False) -> None:
+        super().__init__(binding)
+        self.write_fails_after, self.undo_fails = write_fails_after, undo_fails
+
+    def write_(self, placed: Sequence[Placed], pool: ThreadPoolExecutor | None) -> list[Sums]:
+        if self.write_fails_after is None:
+            return super().write_(placed, pool)
+        for p in placed[: self.write_fails_after]:
+            p.xor_()
+        raise OSError("the machine check that ended the write")
+
+    def undo_(self, placed: Sequence[Placed]) -> list[Sums]:
+        if self.undo_fails:
+            raise OSError("the machine check that ended the undo")
+        return super().undo_(placed)

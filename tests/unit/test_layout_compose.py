@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megasync.errors import PlanError
 from megasync.layout import Arrangement, Layout, Remap, arrange, chained, inverse, validate, with_copies
+from megasync.layout.evaluate import gather, xor_
 from megasync.layout.views import box_offsets
 
 
@@ -34,6 +36,15 @@ def expect(arrangement: Arrangement, index: np.ndarray) -> Layout:
     assert sorted(found) == sorted(flat[flat >= 0].tolist())
     assert all(flat[offset] == number for number, offset in found.items())
     validate(layout, {"live": flat.size * layout.word_nbytes})
+    if layout.word_nbytes == 2:
+        whole = np.arange(np.prod(layout.shape), dtype=np.int16).reshape(layout.shape)
+        cut = np.ascontiguousarray(whole[tuple(slice(a, b) for a, b in zip(layout.start, layout.stop, strict=True))])
+        live = {"live": torch.from_numpy(flat.astype(np.int16).view(np.uint8).copy())}
+        canonical = torch.from_numpy(cut.reshape(-1).view(np.uint8).copy())
+        assert torch.equal(gather(layout, live), canonical)
+        xor_(layout, live, canonical ^ 0xA5)
+        expected = np.where(flat >= 0, 0xA5A5, 0xFFFF).astype(np.uint16)
+        assert np.array_equal(live["live"].numpy().view(np.uint16), expected)
     return layout
 
 
@@ -92,7 +103,7 @@ def programs(draw: st.DrawFn) -> tuple[Arrangement, np.ndarray]:
     shape = tuple(draw(st.lists(st.integers(1, 8), min_size=1, max_size=3)))
     start = tuple(draw(st.integers(0, n - 1)) for n in shape)
     stop = tuple(draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True))
-    a = arrange(shape, word_nbytes=1, start=start, stop=stop)
+    a = arrange(shape, word_nbytes=2, start=start, stop=stop)
     index = np.arange(np.prod(shape)).reshape(shape)[tuple(slice(x, y) for x, y in zip(start, stop, strict=True))]
     for _ in range(draw(st.integers(0, 5))):
         try:
@@ -132,7 +143,7 @@ def test_case_35_interleave_then_swizzle_is_one_record_of_five_digits() -> None:
 
 @pytest.mark.parametrize("offset", [0, 32, 96, 128, 160, 200])
 def test_a_part_that_begins_inside_a_tile_becomes_records_with_bounds(offset: int) -> None:
-    a = arrange((300, 10), word_nbytes=1).concat(0, offset=offset, total=offset + 300)
+    a = arrange((300, 10), word_nbytes=2).concat(0, offset=offset, total=offset + 300)
     index = placed(np.arange(3000).reshape(300, 10), 0, offset, offset + 300)
     if offset % 32:
         # 200 = 128 + 64 + 8: rows of 32 are cut too.
@@ -142,7 +153,7 @@ def test_a_part_that_begins_inside_a_tile_becomes_records_with_bounds(offset: in
 
 
 def test_axes_are_merged_only_where_digits_cross_them() -> None:
-    a = arrange((3, 50), word_nbytes=1).merge(0).pad(0, multiple=16).split(0, 16).permute((1, 0))
+    a = arrange((3, 50), word_nbytes=2).merge(0).pad(0, multiple=16).split(0, 16).permute((1, 0))
     index = np.pad(np.arange(150), (0, 10), constant_values=-1).reshape(10, 16).T
     layout = expect(a, np.ascontiguousarray(index))
     assert layout.records[0].merge == ((0, 1),)
@@ -218,7 +229,7 @@ def test_chained_layouts_are_the_composed_function(
     a, index = program
     try:
         inner = a.to("mid")
-        b, second = arrange(index.shape, word_nbytes=1), np.arange(index.size).reshape(index.shape)
+        b, second = arrange(index.shape, word_nbytes=2), np.arange(index.size).reshape(index.shape)
         for _ in range(2):
             b, second = random_step(data.draw, b, second)
         outer = b.to("s")
