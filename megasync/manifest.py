@@ -238,12 +238,20 @@ def decode_manifest(
         key if signed else None,
     )
     _check(manifest)
+    # The stored bytes are the document, whoever wrote them: encoded again, a signature made with a key that is not known
+    # here would be lost, and with it the digest by which heads and deltas name this manifest.
+    manifest.__dict__["encoded"] = bytes(data)
     return manifest
 
 
 def peek_schema_digest(data: bytes | memoryview) -> bytes:
     """Schema digest of a manifest that is not checked yet, to fetch the schema by."""
     return _open(data, None)[0].schema_digest
+
+
+def peek_digest_algorithm(data: bytes | memoryview) -> int:
+    """Digest algorithm of a manifest that is not checked yet, to name it by."""
+    return _open(data, None)[0].digest_algorithm
 
 
 def _open(data: bytes | memoryview, key: bytes | None) -> tuple[_Document, bool]:
@@ -256,6 +264,8 @@ def _open(data: bytes | memoryview, key: bytes | None) -> tuple[_Document, bool]
         raise FormatError(f"manifest refused: {e}") from e
     if document.kind != KIND or document.format != FORMAT:
         raise FormatError(f"manifest has kind {document.kind!r} format {document.format}, expected {KIND} {FORMAT}")
+    if len(document.schema_digest) != 16:
+        raise FormatError(f"manifest names its schema by {len(document.schema_digest)} bytes, expected 16")
     if document.digest_algorithm not in DIGEST_NBYTES:
         raise FormatError(f"manifest has digest algorithm {document.digest_algorithm}, known: {sorted(DIGEST_NBYTES)}")
     return document, bool(signed.signature)
@@ -270,6 +280,8 @@ def _check(m: Manifest) -> None:
         raise FormatError(f"{where}: an {m.what} has no base and must name a table of state digests")
     if m.what == "checkpoint" and (m.payload_nbytes or len(m.frames) or len(m.touched_ids)):
         raise FormatError(f"{where}: a checkpoint has no payloads")
+    if m.state_table and len(m.state_table) != 16:
+        raise FormatError(f"{where}: the table of state digests is named by {len(m.state_table)} bytes, expected 16")
     if len(m.root) != 16:
         raise FormatError(f"{where}: root has {len(m.root)} bytes, expected 16")
     if m.num_changed != int(m.frames.columns["num_changed"].sum(dtype=np.int64)):

@@ -154,7 +154,7 @@ def spread(starts: np.ndarray, extents: np.ndarray, positions: np.ndarray) -> li
     """
     rest = np.asarray(positions, dtype=np.int64)
     # One divisor for all is several times faster in numpy than a divisor per element, and it is the common case.
-    same = bool((extents == extents[0]).all()) if len(extents) else True
+    same = len(extents) > 0 and bool((extents == extents[0]).all())
     out: list[np.ndarray] = [rest] * extents.shape[1]
     for i in range(extents.shape[1] - 1, 0, -1):
         quotient = rest // (int(extents[0, i]) if same else extents[:, i])

@@ -23,7 +23,7 @@ from launch.demo.sorting import Sorting, advantages
 from launch.megatron_model import MegatronRun, build
 from launch.megatron_setup import Layout, TinyModel, Training
 from launch.settings import Episode, Model, Settings
-from megasync import MegasyncCallback
+from megasync.trainer.callback import MegasyncCallback
 from megasync.adapters.megatron import MegatronExporter
 from megasync.adapters.names_hf import table
 from megasync.sinks.base import Sink

@@ -121,7 +121,7 @@ def _reference_chunk(
             storage = torch.from_numpy(group.storage).to(record.device)[record]
             for s in torch.unique(storage[inside]).tolist():
                 mine = inside & (storage == s)
-                old = _touch_reference(plan.records.storages[s], offset[mine], change[mine], w, group.nibble, write)
+                old = touch_reference(plan.records.storages[s], offset[mine], change[mine], w, group.nibble, write)
                 if lanes is None or not sums:
                     continue
                 terms = change_terms_reference(
@@ -132,7 +132,7 @@ def _reference_chunk(
                 lanes.index_add_(0, rows[mine, 2][counted], terms[counted])
 
 
-def _touch_reference(
+def touch_reference(
     storage: torch.Tensor, offset: torch.Tensor, change: torch.Tensor, w: int, nibble: bool, write: bool
 ) -> torch.Tensor:
     """Old units at ``offset`` (int64, zero-extended below 8 bytes); XORs ``change`` in where asked."""

@@ -1,11 +1,12 @@
 """From a packed remap record and a box to a flat enumeration: the order in which a kernel walks a live weight.
 
-Sparse work asks where one word lies; whole-tensor work (audit, dense XOR) must stream. So a box of a record is enumerated by
-mixed-radix digits instead: a digit has a count, and what one step of it adds to the physical address, to the canonical
-position and to the position in the mask. Sorted by physical step the walk reads memory in order whatever the layout; sorted
-by canonical step it reads the mask in order. A step of the walk is a group of 16 canonical bytes (one weight of the state
-digest), which lies in memory as one piece, two of 8 bytes or four of 4 at a constant distance (128x4 swizzle). Boxes that do
-not fit (nibbles, odd alignment, slices inside merged axes) are walked word by word through the remap instead.
+Sparse work asks where one word lies; whole-tensor work (audit, dense XOR) must stream. So a box of a record is
+enumerated by mixed-radix digits instead: a digit has a count, and what one step of it adds to the physical address,
+to the canonical position and to the position in the mask. Sorted by physical step the walk reads memory in order
+whatever the layout; sorted by canonical step it reads the mask in order. A step of the walk is a group of 16
+canonical bytes (one weight of the state digest), which lies in memory as one piece, two of 8 bytes or four of 4 at a
+constant distance (128x4 swizzle). Boxes that do not fit (nibbles, odd alignment, slices inside merged axes) are
+walked word by word through the remap instead.
 
 Comes before ``walk_plan``. Must import nothing of megasync but ``kernels.records``.
 """
@@ -51,7 +52,7 @@ class Walk:
     """How to walk one box of one record.
 
     Attributes:
-        piece_nbytes: 16, 8 or 4: bytes of a group that lie together.
+        piece_nbytes: 8 or 4: bytes of a group that lie together for sure.
         piece_step: Bytes from one piece of a group to the next.
         physical: Bytes from the record's base to the first step.
         canonical: Canonical group of the first step.
@@ -124,7 +125,7 @@ def walk_of(
         return None
     base = int(group.rows[record, 0]) + int(group.rows[record, 1]) * word_nbytes
     walk = _ordered(found, physical_order)
-    grain = min(walk.piece_nbytes, 8)
+    grain = walk.piece_nbytes
     steps = [walk.piece_step, base + walk.physical, *(d.physical for d in walk.digits)]
     masks = [walk.mask, *(d.mask for d in walk.digits)]
     if any(x % grain for x in steps) or any(x % 8 for x in masks) or walk.num_groups >= 1 << 31:
@@ -144,19 +145,18 @@ def _joined(
     width = AXIS_HEAD + 3 * group.num_terms
     row = group.rows[record]
     out: list[_JoinedAxis] = []
-    last = len(shape) - 1
     tile_stride = 1
-    inner_canonical, inner_mask = 0, 0
+    inner_canonical = inner_mask = 0
+    begins = True
     for a in range(len(shape) - 1, -1, -1):
         origin, merge_stride, keep, stride = row[HEAD + a * width + 2 : HEAD + a * width + 6].tolist()
-        if merge_stride == 1:
-            last = a
+        if begins:
             inner_canonical, inner_mask = stride, tile_stride if tile else 0
-        if a != last or keep:
-            whole = low[a] == 0 and high[a] == shape[a] and origin == 0 or not keep
-            full = merge_stride * inner_canonical == stride  # inner axes of the slice are whole
-            if not whole or not full or (keep and tile and tile[1][a] != shape[a]):
-                return None
+        begins = not keep
+        if keep and (low[a] != 0 or high[a] != shape[a] or origin or (tile and tile[1][a] != shape[a])):
+            return None
+        if merge_stride * inner_canonical != stride:
+            return None  # the slice cuts an inner axis of the group
         if not keep:
             divisors = group.divisors[record, a].tolist()
             factors = row[HEAD + a * width + AXIS_HEAD + 2 : HEAD + (a + 1) * width : 3].tolist()
@@ -180,7 +180,7 @@ def _digits(axes: list[_JoinedAxis], w: int) -> Walk | None:
     physical = canonical = mask = 0
     digits: list[WalkDigit] = []
     checks: list[tuple[int, int, int]] = []
-    piece = step = GROUP_NBYTES
+    piece = step = 8
     for i, axis in enumerate(axes):
         canonical += axis.canonical_0 * w
         mask += axis.mask_0 * w
@@ -245,13 +245,13 @@ def _radices(terms: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]] |
 def _grouped(
     radices: list[tuple[int, int, int]], axis: _JoinedAxis, w: int
 ) -> tuple[list[tuple[int, int, int]], int, int] | None:
-    """The contiguous axis in steps of 16 bytes: its digits, the bytes of a group that lie together, and their distance."""
+    """The contiguous axis in steps of 16 bytes: its digits, bytes of a group that lie together, their distance."""
     words = GROUP_NBYTES // w
     (_, extent, target), rest = radices[0], radices[1:]
     if axis.canonical != 1 or target != 1 or axis.low % words or axis.high % words:
         return None
     if extent * w % GROUP_NBYTES == 0:  # unbounded, or whole groups
-        return [(words, extent // words, words), *rest], GROUP_NBYTES, GROUP_NBYTES
+        return [(words, extent // words, words), *rest], 8, 8
     piece = extent * w
     if piece not in (4, 8) or not rest or rest[0][1] * piece % GROUP_NBYTES:
         return None

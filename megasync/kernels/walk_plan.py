@@ -1,8 +1,8 @@
 """Tables of whole-tensor work: which boxes of which records are walked, fast or word by word.
 
-``plan_audit`` covers everything the records hold, ``plan_dense`` the tiles whose masks were decoded. Boxes of equal shape
-and place in their stacks share one enumeration, so planning costs little a box. Comes before ``walk``. Must import nothing
-of megasync but kernels.
+``plan_audit`` covers everything the records hold, ``plan_dense`` the tiles whose masks were decoded. Boxes of equal
+shape and place in their stacks share one enumeration, so planning costs little a box. Comes before ``walk``. Must
+import nothing of megasync but kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WalkClass:
     """Boxes that one variant of the streaming kernel walks.
 
     Attributes:
-        piece_nbytes: 16, 8 or 4.
+        piece_nbytes: 8 or 4.
         num_digits: 1, 2, 4 or 8; shorter enumerations are padded with counts of 1.
         num_checks: 0 or 2.
         items: int64 ``[I, WALK_HEAD + WALK_DIGIT * num_digits]`` on the device.
@@ -127,8 +127,8 @@ def plan_dense(tiles: Tiles, mask_offsets: np.ndarray, records: PackedRecords) -
 
     Args:
         tiles: The tiles.
-        mask_offsets: int64 ``[T]``, byte in the mask buffer at which each tile's row-major words start; multiples of the
-            word size, of 16 for speed.
+        mask_offsets: int64 ``[T]``, byte in the mask buffer at which each tile's row-major words start; multiples of
+            the word size, of 16 for speed.
         records: The layout.
 
     Returns:
@@ -208,8 +208,8 @@ def _walks(
     packed = key.view(np.dtype((np.void, key.dtype.itemsize * key.shape[1]))).ravel()
     _, first, inverse = np.unique(packed, return_index=True, return_inverse=True)
     order = np.argsort(inverse, kind="stable")
-    ends = np.cumsum(np.bincount(inverse, minlength=len(first)))
-    for i, end in zip(first.tolist(), ends.tolist(), strict=True):
+    ends = np.append(0, np.cumsum(np.bincount(inverse, minlength=len(first)))).tolist()
+    for n, i in enumerate(first.tolist()):
         tile = None
         if boxes.tile_start is not None and boxes.tile_extent is not None:
             tile = (boxes.tile_start[i], boxes.tile_extent[i])
@@ -225,8 +225,7 @@ def _walks(
         )
         if walk is not None and (int(boxes.mask[i]) + walk.mask) % 8:
             walk = None
-        same = int(np.count_nonzero(inverse == inverse[i]))
-        yield walk, order[end - same : end]
+        yield walk, order[ends[n] : ends[n + 1]]
 
 
 def _items(

@@ -86,7 +86,7 @@ def digits_of(table: np.ndarray) -> tuple[int, tuple[tuple[int, int, int], ...]]
     """The longest prefix of a table that mixed-radix digits explain.
 
     Args:
-        table: int64 ``[n]``, ``n >= 1``.
+        table: int64 ``[n]``, ``n >= 1``, all values different.
 
     Returns:
         ``(length, digits)`` with ``table[z] - table[0]`` equal to the sum of the digits of ``z`` for ``z < length``;
@@ -98,8 +98,6 @@ def digits_of(table: np.ndarray) -> tuple[int, tuple[tuple[int, int, int], ...]]
     size = 1
     while size < n:
         step = int(values[size])
-        if step == 0:
-            return size, tuple(digits)
         whole = -(-n // size)
         expected = (values[:size] + np.arange(whole, dtype=np.int64)[:, None] * step).reshape(-1)[:n]
         wrong = np.flatnonzero(expected != values)

@@ -232,11 +232,7 @@ def widening(name: str, live: str, spec: TensorSpec, dtype: torch.dtype, *, part
         )
 
     def recover(tensors: Tensors) -> Tensors:
-        if source == torch.bfloat16 and dtype == torch.float32:
-            # A cast down would make every NaN the same one; bfloat16 is the upper half of float32, so take its bits.
-            halves = tensors[live].contiguous().view(torch.int16).view(*tensors[live].shape, 2)
-            return {name: halves[..., 1].contiguous().view(source)}
-        return {name: tensors[live].to(source)}
+        return {name: narrowed(tensors[live], source)}
 
     slices = {name: part} if part is not None else {}
     return Derivation(f"cast of {name}", (name,), (live,), lambda x: {live: x[name].to(dtype)}, recover, slices)
@@ -248,3 +244,17 @@ def is_widening(source: torch.dtype, wide: torch.dtype) -> bool:
         return False
     a, b = torch.finfo(source), torch.finfo(wide)
     return b.bits > a.bits and b.eps <= a.eps and b.max >= a.max and b.smallest_normal <= a.smallest_normal
+
+
+def narrowed(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A widened tensor cast back, with the bits it had before.
+
+    Args:
+        wide: Any float dtype and shape, all of whose values are exact in ``dtype``.
+        dtype: What it was cast from.
+    """
+    if (wide.dtype, dtype) == (torch.float32, torch.bfloat16):
+        # A cast would make every NaN the same one; bfloat16 is the upper half of float32, so its bits are taken.
+        halves = wide.contiguous().view(torch.int16).view(*wide.shape, 2)
+        return halves[..., 1].contiguous().view(dtype)
+    return wide.to(dtype)

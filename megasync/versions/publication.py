@@ -15,15 +15,17 @@ import numpy as np
 
 from megasync.codecs.base import FrameShape
 from megasync.codecs.registry import codec_by_id
-from megasync.digest import XXH3_128, content_digest
+from megasync.digest import SHA256, XXH3_128, content_digest
 from megasync.errors import FormatError, NeedsAnchorError, RefetchError
 from megasync.frames import FrameRecord
 from megasync.manifest import (
+    DIGEST_NBYTES,
     Head,
     Manifest,
     decode_head,
     decode_manifest,
     manifest_key,
+    peek_digest_algorithm,
     peek_schema_digest,
     root_of,
     state_table_key,
@@ -86,16 +88,16 @@ class PublicationReader:
             if digest is not None and digest in self._manifests:
                 return self._manifests[digest]
         data = self._read(manifest_key(self.run, version, epoch), f"manifest of version {version}")
-        if digest is not None and digest not in (content_digest(data), content_digest(data, 3)):
+        if digest is not None and not _names(digest, data):
             raise RefetchError(
                 f"manifest of version {version} epoch {epoch}: digest {content_digest(data).hex()}, "
                 f"expected {digest.hex()}; fetch it again"
             )
         manifest = decode_manifest(data, self.schema(peek_schema_digest(data)), digest=digest, key=self.key)
-        if (manifest.version, manifest.epoch) != (version, epoch):
+        if (manifest.run, manifest.version, manifest.epoch) != (self.run, version, epoch):
             raise FormatError(
-                f"manifest under key of version {version} epoch {epoch} says version {manifest.version} "
-                f"epoch {manifest.epoch}: misplaced; nothing was touched"
+                f"manifest under key of run {self.run!r} version {version} epoch {epoch} says run {manifest.run!r} version "
+                f"{manifest.version} epoch {manifest.epoch}: misplaced; nothing was touched"
             )
         with self._lock:
             self._manifests[manifest.digest] = manifest
@@ -125,7 +127,7 @@ class PublicationReader:
             if parts[-1] != "manifest":
                 continue
             data = self._read(key, f"manifest of version {manifest.base_version}")
-            if content_digest(data, manifest.digest_algorithm) == manifest.base_digest:
+            if _names(manifest.base_digest, data):
                 return self.manifest(manifest.base_version, int(parts[-2][1:]), manifest.base_digest)
         raise NeedsAnchorError(
             f"version {manifest.version} of run {self.run!r} starts from version {manifest.base_version} "
@@ -182,6 +184,22 @@ class PublicationReader:
             raise NeedsAnchorError(
                 f"{what} of run {self.run!r} is not in {self.sink.describe()} (key {key}): pruned or never written"
             ) from e
+
+
+def _names(digest: bytes, data: bytes) -> bool:
+    """Whether a digest is that of a manifest's bytes, by the algorithm that the manifest names.
+
+    Of another length than xxh3-128's it is SHA-256 or what the manifest says; bytes that say nothing have another digest.
+    """
+    if len(digest) == DIGEST_NBYTES[XXH3_128]:
+        return content_digest(data) == digest
+    if content_digest(data, SHA256) == digest:
+        return True
+    try:
+        algorithm = peek_digest_algorithm(data)
+    except FormatError:
+        return False
+    return algorithm != SHA256 and content_digest(data, algorithm) == digest
 
 
 def check_frame(manifest: Manifest, record: FrameRecord, stored: memoryview) -> None:

@@ -13,6 +13,8 @@ import torch
 from megasync.kernels import dispatch
 from megasync.kernels.compact import compact_
 from megasync.kernels.scatter import new_lanes, scatter_xor_, touched_sums_
+from megasync.kernels.walk import audit_, dense_xor_
+from megasync.kernels.walk_plan import plan_audit, plan_dense
 from tests.gpu import kernel_cases as cases
 
 
@@ -64,6 +66,35 @@ def compact_tiny(device: str) -> None:
     """All word sizes, dense, sparse and unchanged segments."""
     for w in (1, 2, 4, 8):
         compact(device, w, 0.001, span_nbytes=40_000, tiny=True)
+
+
+def walk(device: str, w: int, density: float, seed: int = 0, tiny: bool = False) -> None:
+    """Audit, dense XOR with sums, audit again, and the XOR undone."""
+    case = cases.walk_case(w, density, seed, device, tiny)
+    plan = plan_audit(case.records)
+    lanes = torch.zeros((len(case.tensors), 4), dtype=torch.int64, device=device)
+    audit_(plan, lanes)
+    assert [cases.as_lanes(r)[0] for r in lanes.cpu()] == cases.audit_oracle(case)
+    after, sums = cases.oracle(cases.dense_as_scatter(case))
+    before = {k: v.clone() for k, v in case.storages.items()}
+    dense = plan_dense(case.tiles, case.offsets, case.records)
+    assert dense.fast and (tiny or dense.slow)
+    changed = torch.zeros_like(lanes)
+    dense_xor_(dense, case.mask, changed)
+    assert [cases.as_lanes(r) for r in changed.cpu()] == sums
+    for name, want in after.items():
+        np.testing.assert_array_equal(case.storages[name].cpu().numpy(), want, err_msg=name)
+    again = torch.zeros_like(lanes)
+    audit_(plan, again)
+    assert torch.equal(again[:, :2], lanes[:, :2] + changed[:, 2:])
+    dense_xor_(dense, case.mask)
+    assert all(torch.equal(case.storages[k], before[k]) for k in before)
+
+
+def walk_tiny(device: str) -> None:
+    """All word sizes; nibbles and odd layouts for bytes."""
+    for w in (1, 2, 4, 8):
+        walk(device, w, 0.01, tiny=True)
 
 
 def scatter_tiny(device: str) -> None:

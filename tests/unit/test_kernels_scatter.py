@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasync.kernels.planes import Planes
 from megasync.kernels.scatter import new_lanes, scatter_xor_, touched_sums_
-from megasync.kernels.scatter_plan import Tiles, plan_scatter
 from tests.gpu import kernel_cases as cases
 
 

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megasync.layout import Digit, Layout, Remap, arrange, normalised
@@ -35,6 +35,7 @@ def one_word(r: Remap, x: tuple[int, ...]) -> int | None:
 @st.composite
 def records(draw: st.DrawFn) -> Remap:
     """Any record that the contract allows, injective or not."""
+    steps = st.integers(-20, 20).filter(bool)
     rank = draw(st.integers(1, 3))
     shape = tuple(draw(st.integers(1, 9)) for _ in range(rank))
     origin = tuple(draw(st.integers(0, n - 1)) for n in shape)
@@ -46,11 +47,17 @@ def records(draw: st.DrawFn) -> Remap:
     merge = tuple(tuple(range(a, b)) for a, b in zip(edges, edges[1:], strict=False))
     digits = []
     for g in range(len(merge)):
+        if draw(st.booleans()):
+            # Digits that follow on one another, as engines' do.
+            extents = draw(st.lists(st.integers(2, 4), max_size=2))
+            strides = [prod(extents[:i]) for i in range(len(extents) + 1)]
+            digits += [Digit(g, e, s, draw(steps)) for e, s in zip([*extents, 0], strides, strict=True)]
+            continue
         strides = sorted(draw(st.sets(st.integers(1, 12), max_size=2)))
         for i, s in enumerate(strides):
-            top = i + 1 == len(strides)
-            extent = draw(st.integers(0 if top else 1, 5))
-            digits.append(Digit(g, extent, s, draw(st.integers(-20, 20).filter(bool))))
+            extent = draw(st.integers(0 if i + 1 == len(strides) else 1, 5))
+            digits.append(Digit(g, extent, s, draw(steps)))
+    assume(len(digits) <= 8)
     base = draw(st.integers(-50, 50))
     return Remap(shape, start, stop, origin, local, merge, tuple(digits), base, "word", 2, "live", True)
 

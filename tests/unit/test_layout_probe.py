@@ -226,6 +226,7 @@ def test_a_widening_cast_is_found_to_be_a_move() -> None:
             "value transform",
         ),
         ((32, 16), U8, lambda w: {"live": (w & 15) * 3}, "value transform"),
+        ((20, 20), BF16, lambda w: {"live": w.triu()}, "form no box"),
     ],
 )
 def test_what_is_no_move_is_named_with_its_reason(
@@ -559,6 +560,24 @@ def test_tables_of_digits_are_read_back(digits: list[tuple[int, int]], base: int
     assert length == size
     assert len(found) <= len(digits)
     assert [r.stop for r in runs_of(table)] == [size]
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=40, unique=True))
+@settings(max_examples=200, deadline=None)
+def test_prefixes_are_explained_by_their_digits_and_runs_cover(values: list[int]) -> None:
+    table = np.array(values)
+
+    def explained(base: int, digits: tuple[tuple[int, int, int], ...], n: int) -> list[int]:
+        z = np.arange(n)
+        return (base + sum((z // s % e * t for e, s, t in digits), np.zeros(n, int))).tolist()
+
+    length, digits = digits_of(table)
+    assert explained(values[0], digits, length) == values[:length]
+    runs = runs_of(table)
+    assert [r.start for r in runs] == [0, *(r.stop for r in runs[:-1])]
+    assert runs[-1].stop == len(values)
+    for r in runs:
+        assert explained(r.base, r.digits, r.stop - r.start) == values[r.start : r.stop]
 
 
 def test_broadcasts_up_to_the_limit_are_copies() -> None:

@@ -64,6 +64,49 @@ def test_apartness_agrees_with_enumeration(a: Remap, b: Remap) -> None:
     assert prove.are_apart(a, b) is (not meet)
 
 
+@st.composite
+def lattices(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    strides = draw(st.sets(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24, 36, 48]), max_size=4))
+    return draw(st.integers(0, 60)), sorted((s, draw(st.integers(2, 4))) for s in strides)
+
+
+def sums(lattice: tuple[int, list[tuple[int, int]]]) -> np.ndarray:
+    out = np.array([lattice[0]])
+    for stride, count in lattice[1]:
+        out = (out[:, None] + np.arange(count) * stride).reshape(-1)
+    return out
+
+
+@given(lattices(), lattices())
+@settings(max_examples=400, deadline=None)
+def test_what_lattices_prove_is_true(
+    one: tuple[int, list[tuple[int, int]]], two: tuple[int, list[tuple[int, int]]]
+) -> None:
+    if prove._lattices_apart(one, two):
+        assert not np.intersect1d(sums(one), sums(two)).size
+    if prove._stacked(one[1]):
+        assert np.unique(sums(one)).size == sums(one).size
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "apart"),
+    [
+        ((0, [(1, 4)]), (4, [(1, 4)]), True),
+        ((0, [(1, 5)]), (4, [(1, 4)]), False),
+        ((0, [(1, 4), (8, 3)]), (4, [(1, 4), (8, 3)]), True),
+        ((0, [(1, 4), (8, 3)]), (4, [(1, 5), (8, 3)]), False),  # 4 + 4 = 8
+        ((0, [(1, 4), (8, 3)]), (3, [(1, 4), (8, 3)]), False),
+        ((2, [(12, 3)]), (3, [(12, 3), (4, 2)]), True),
+        ((0, [(2, 3), (3, 2)]), (1, [(12, 2)]), True),  # 0 2 4 3 5 7 and 1 13
+        ((0, [(4, 2), (16, 2)]), (0, [(1, 2), (2, 2), (3, 2)]), False),
+    ],
+)
+def test_lattices_that_touch_are_not_told_apart(one, two, apart: bool) -> None:  # type: ignore[no-untyped-def]
+    assert (not np.intersect1d(sums(one), sums(two)).size) is apart
+    if not apart:
+        assert not prove._lattices_apart(one, two)
+
+
 @pytest.mark.parametrize(
     "build",
     [

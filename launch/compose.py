@@ -1,0 +1,90 @@
+"""Composes the settings from configs/ with Hydra; every process of a run does it, with the same overrides.
+
+A key that launch/settings.py does not have is an error here. The only module besides the entry points that imports Hydra.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from launch.settings import Settings
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def register() -> None:
+    """Make ``Settings`` the schema ``settings`` of Hydra's configuration store."""
+    schema = OmegaConf.structured(Settings)
+    for node in (schema.publish, schema.apply):
+        OmegaConf.set_readonly(node, False)  # frozen dataclasses would refuse the groups' values
+    ConfigStore.instance().store(name="settings", node=schema)
+
+
+def compose(overrides: Sequence[str] = ()) -> Settings:
+    """Compose the configuration as Hydra's command line does.
+
+    Args:
+        overrides: Such as ``parallel=pp2`` or ``publish.every=2``.
+
+    Raises:
+        ValueError: A key, a choice or a value that is not known; the message says what is.
+    """
+    register()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return settings_of(hydra_compose("main", list(overrides)))
+    except (HydraException, OmegaConfBaseException) as e:
+        raise ValueError(_explain(e, overrides)) from e
+
+
+def settings_of(config: Any) -> Settings:
+    """The typed settings of what Hydra composed.
+
+    Raises:
+        ValueError: An added key (``+key=value``) that no setting has, or a value that a dataclass refuses.
+    """
+    # Hydra lets a plus sign add keys to any schema; nothing here would ever read them.
+    added = {k for k in _names(OmegaConf.to_container(config, resolve=False), "") if k not in _known()}
+    if added:
+        raise ValueError("\n".join(_nearest(key) for key in sorted(added)))
+    found: Settings = OmegaConf.to_object(config)
+    return found
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    """Hydra's words, without its advice to append keys and without where it searched, and the nearest known keys."""
+    told = [str(error).split("\nTo append")[0].split("\nConfig search path")[0]]
+    if error.__cause__ is not None:
+        told.append(str(error.__cause__).split("\n")[0])
+    for override in overrides:
+        key = override.split("=", 1)[0].lstrip("+~").split("@", 1)[0]
+        if key not in _known() and not (CONFIGS / key).is_dir():
+            told.append(_nearest(key))
+    return "\n".join(dict.fromkeys(told))
+
+
+def _nearest(key: str) -> str:
+    known = sorted(_known())
+    near = difflib.get_close_matches(key, known, 3, 0.5) or [k for k in known if k.startswith(key.split(".")[0])] or known
+    return f"{key!r} is not a setting; did you mean {', '.join(near)}?"
+
+
+def _known() -> set[str]:
+    return _names(OmegaConf.to_container(OmegaConf.structured(Settings)), "")
+
+
+def _names(node: Any, at: str) -> set[str]:
+    """Full names of the leaves of a nested mapping."""
+    if not isinstance(node, dict):
+        return {at}
+    return {name for key, value in node.items() for name in _names(value, f"{at}.{key}" if at else str(key))}

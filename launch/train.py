@@ -1,0 +1,66 @@
+"""Trains with Megatron-core and publishes every step through megasync; one process a rank, started by torchrun.
+
+    torchrun --standalone --nproc-per-node 4 launch/train.py [parallel=tp2_pp2 demo.learn_steps=50 ...]
+
+Wants a rollout process with the same overrides beside it; launch/demo.sh starts both. The configuration is in configs/.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.checks import check
+from launch.compose import CONFIGS, register, settings_of
+from launch.settings import Settings, episodes
+from megasync.sinks.registry import open_sink
+
+
+def train_all(s: Settings) -> None:
+    """Every episode, one after the other. *Collective*: needs a process group of the settings' size."""
+    from launch import cpu_shim
+
+    cpu_shim.install()
+    from launch.demo.learner import train
+    from launch.demo.progress import Progress
+
+    progress = Progress(s)
+    with Path(s.out, "trainer.jsonl").open("a") as out:
+
+        def record(row: dict[str, Any]) -> None:
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            progress.show(row)
+
+        for episode in episodes(s):
+            with open_sink(s.sink) as sink:
+                train(s, episode, sink, record)
+
+
+@hydra.main(config_path=str(CONFIGS), config_name="main", version_base="1.3")
+def main(config: Any) -> None:
+    """Entry point of a rank."""
+    s = check(settings_of(config), int(os.environ.get("WORLD_SIZE", "1")))
+    warnings.filterwarnings("ignore")  # Megatron tells at length which CUDA extensions are absent
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    # Longer than the wait for samples, which only rank 0 sees.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=s.demo.patience_s + 30))
+    train_all(s)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    register()
+    main()
