@@ -64,6 +64,7 @@ class TinyModel:
         kv_lora_rank: Rank of the key and value projection.
         rope_head_dim: Rotary part of a head; ``head_dim`` is the part without.
         rotary_base: Base of the rotary frequencies.
+        init_std: Deviation of the first weights; large, so that tests see differences.
     """
 
     num_layers: int = 4
@@ -89,6 +90,7 @@ class TinyModel:
     kv_lora_rank: int = 8
     rope_head_dim: int = 4
     rotary_base: int = 10_000
+    init_std: float = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,7 @@ def transformer_config(model: TinyModel, layout: Layout, training: Training) -> 
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "layernorm_epsilon": 1e-6,
-        "init_method_std": 0.2,
+        "init_method_std": model.init_std,
         "mtp_num_layers": model.num_mtp_layers or None,
     }
     # What exists only as a CUDA or TransformerEngine kernel.

@@ -30,6 +30,7 @@ class Model:
         num_experts: Routed experts; 0 for a dense model.
         moe_ffn_hidden_size: Inner width of an expert.
         top_k: Experts per token.
+        init_std: Deviation of the first weights.
         lora_rank: Rank of low-rank adapters; only 0 can be published as deltas.
     """
 
@@ -47,6 +48,7 @@ class Model:
     num_experts: int = 0
     moe_ffn_hidden_size: int = 32
     top_k: int = 2
+    init_std: float = 0.02
     lora_rank: int = 0
 
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from megasync.errors import FormatError
 from megasync.schema import Schema, runs_of_equal
+from megasync.types import SEGMENT_WORDS
 
 MAX_FRAMES = 1 << 24
 ANCHOR_CODEC = 8
 """Codec id of full bytes; only there a frame may be all zero."""
 MAX_FRAME_NBYTES = 64 << 20
-"""Weights that a frame may carry unless one tile alone is larger."""
+"""Weights that a frame may carry; a tile is never larger (``schema.MAX_BLOCK_WORDS``)."""
 
 _FRAME_COLUMNS = {
     "payload": "<u4",
@@ -251,6 +252,7 @@ def read_table(columns: FrameColumns, schema: Schema, payload_nbytes: Sequence[i
     table = FrameTable(frame, planes, np.frombuffer(columns.digest, np.uint8).reshape(num, digest_nbytes), runs, bitmap)
     _check_bitmaps(table)
     _check_frames(table, schema, payload_nbytes)
+    _check_sizes(table, schema)
     return table
 
 
@@ -295,3 +297,14 @@ def _check_frames(table: FrameTable, schema: Schema, payload_nbytes: Sequence[in
         bool((offset.astype(np.int64) + table.nbytes <= sizes[payload]).all()) if len(payload) else True,
         "a frame passes the end of its payload",
     )
+
+
+def _check_sizes(table: FrameTable, schema: Schema) -> None:
+    """What a frame decodes to and what is stored of it are bounded: nothing is allocated by what a hostile table says."""
+    frame, ids, tiles = table.touched
+    words = schema.tile_words(ids, tiles).astype(np.int64)
+    weights = np.bincount(frame, words * schema.word_nbytes[ids], len(table))
+    _require(bool((weights <= MAX_FRAME_NBYTES).all()), f"a frame has more than {MAX_FRAME_NBYTES} bytes of weights")
+    # No codec stores more than the mask and one u32 a segment or block.
+    most = weights + 4 * np.bincount(frame, -(-words // SEGMENT_WORDS), len(table))
+    _require(bool((table.nbytes <= most).all()), "a frame stores more than its whole mask")

@@ -260,6 +260,8 @@ def _open(data: bytes | memoryview, key: bytes | None) -> tuple[_Document, bool]
         if key is not None and not hmac.compare_digest(hmac.digest(key, signed.body, "sha256"), signed.signature):
             raise FormatError("manifest signature is missing or wrong: not from this run's publisher; it is not read")
         document = msgspec.msgpack.decode(signed.body, type=_Document)
+        if key is not None and document.digest_algorithm == XXH3_128:
+            raise FormatError("a signed manifest names its frames by xxh3-128, which anybody can match: it is not read")
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as e:
         raise FormatError(f"manifest refused: {e}") from e
     if document.kind != KIND or document.format != FORMAT:

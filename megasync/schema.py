@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Annotated, Any
 
 import msgspec
@@ -16,12 +17,14 @@ import numpy as np
 
 from megasync.digest import XXH3_128, content_digest
 from megasync.errors import FormatError, SchemaMismatchError
-from megasync.tiles import TileGrid, tile_grid
+from megasync.tiles import MAX_TILE_WORDS, TileGrid, tile_grid
 from megasync.types import DTYPE_NBYTES, TensorSpec
 
 FORMAT = 1
 KIND = "megasync.schema"
 MAX_WORDS = 1 << 48
+MAX_BLOCK_WORDS = MAX_TILE_WORDS
+"""Words of a quantisation block: a tile is never larger than a tile may be, nor than a u32 counts."""
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORDS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
@@ -223,6 +226,8 @@ def _faults(schema: Schema) -> list[str]:
             wrong.append(f"{t.name} has dtype {t.dtype}, known: {', '.join(DTYPE_NBYTES)}")
         if t.block and len(t.block) != max(len(t.shape), 1):
             wrong.append(f"{t.name} has block {t.block} for shape {t.shape}")
+        if prod(t.block) > MAX_BLOCK_WORDS:
+            wrong.append(f"{t.name} has block {t.block}: at most {MAX_BLOCK_WORDS} words")
         if t.num_words > MAX_WORDS or len(t.shape) > 8:
             wrong.append(f"{t.name} has shape {t.shape}: at most 2^48 words and 8 axes")
         if t.cut not in ("row", "last"):

@@ -83,7 +83,7 @@ class TorchModuleEngine(Engine):
 
     def tensors(self) -> Tensors:
         """Parameters and all buffers by name; tied ones under each of their names."""
-        named = dict(self.module.named_parameters(remove_duplicate=False))
+        named: dict[str, torch.Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         named |= dict(self.module.named_buffers(remove_duplicate=False))
         return named
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megasync.digest import XXH3_128, content_digest
+from megasync.digest import SHA256, XXH3_128, content_digest
 from megasync.frames import FrameTable
 from megasync.manifest import Manifest, empty_table
 from megasync.schema import Schema
@@ -77,6 +77,7 @@ def publish_checkpoint(
         root=root,
         num_changed=0,
         state_table=root,
+        digest_algorithm=SHA256 if key else XXH3_128,
         key=key,
     )
     write_schema(sink, schema, timeout_s=timeout_s)

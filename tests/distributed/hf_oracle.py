@@ -32,6 +32,15 @@ def hf_logits(
         return loaded.eval()(tokens).logits
 
 
+def hf_model(kind: str, model: TinyModel) -> Any:
+    """A Hugging Face model of the same shape with random weights."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**_config(kind, model))
+    config._attn_implementation = "eager"
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
 def _config(kind: str, m: TinyModel) -> dict[str, Any]:
     config: dict[str, Any] = {
         "vocab_size": m.vocab_size,

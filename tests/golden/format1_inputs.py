@@ -166,10 +166,16 @@ STEPS: tuple[tuple[str, dict[str, tuple[str, int, int]]], ...] = (
     ("sparse", {}),
     ("stored", {**dict.fromkeys(SMALL, some(3)), "model.scalar": every()}),
     ("zstd", {**dict.fromkeys(SMALL, most(2)), "model.scalar": every(), L0 + "router.bias": some(4000)}),
-    ("snappy", {**dict.fromkeys(SMALL, every()), L0 + "mlp.experts.w1": most(700_000), L1 + "mlp.weight": some(30_000)}),
+    (
+        "snappy",
+        {**dict.fromkeys(SMALL, every()), L0 + "mlp.experts.w1": most(700_000), L1 + "mlp.weight": some(30_000)},
+    ),
     ("lz4", {**dict.fromkeys(SMALL, every()), L0 + "router.bias": some(5000), L0 + "mlp.experts.w1": most(700_000)}),
     ("snappy+zstd", {**dict.fromkeys(SMALL, some(2)), "model.scalar": every(), L0 + "mlp.down_proj.weight": some(900)}),
-    ("lz4+zstd", {L0 + "mlp.gate.weight": some(9000), L0 + "router.bias": some(3000), "model.embed_tokens.weight": most()}),
+    (
+        "lz4+zstd",
+        {L0 + "mlp.gate.weight": some(9000), L0 + "router.bias": some(3000), "model.embed_tokens.weight": most()},
+    ),
 )
 """Codec and changes of versions 1 to 8 of ``golden-steps``."""
 

@@ -119,10 +119,22 @@ def aligned_layouts(w: int) -> tuple[list[LiveTensor], dict[str, int]]:
     """Layouts that stream: rows of whole 16-byte groups, interleaves, swizzles, slices and stacks."""
     c = 256 // w
     tensors = [
-        LiveTensor((70, c), [remap((70, c), (0, 0), (70, c), [(0, 0, 1, c), (1, 0, 1, 1)], base=16, w=w)]),
+        LiveTensor(
+            (70, c), [remap((70, c), (0, 0), (70, c), [(0, 0, 1, c), (1, 0, 1, 1)], base=16, storage="rows", w=w)]
+        ),
         LiveTensor(
             (70, c),
-            [remap((70, c), (0, c // 4), (70, c // 2), [(0, 0, 1, c // 4), (1, 0, 1, 1)], base=20_000, w=w)],
+            [
+                remap(
+                    (70, c),
+                    (0, c // 4),
+                    (70, c // 2),
+                    [(0, 0, 1, c // 4), (1, 0, 1, 1)],
+                    base=20_000,
+                    storage="rows",
+                    w=w,
+                )
+            ],
         ),
         LiveTensor(  # interleave of 16 rows
             (3, 64, c),
@@ -155,7 +167,7 @@ def aligned_layouts(w: int) -> tuple[list[LiveTensor], dict[str, int]]:
         ),
         LiveTensor((4096,), [remap((4096,), (16,), (4096,), [(0, 0, 1, 1)], storage="plain", base=41_008, w=w)]),
     ]
-    sizes = {"s": 40_000, "interleaved": 17_000 + 300 * c, "swizzled16": 256 * c, "plain": 50_000}
+    sizes = {"rows": 40_000, "interleaved": 17_000 + 300 * c, "swizzled16": 256 * c, "plain": 50_000}
     return tensors, sizes
 
 
@@ -200,7 +212,7 @@ def scatter_case(w: int, density: float, seed: int, device: str = "cpu", digest:
             words.append(at)
             values.append(random_words(len(at), w, rng))
     table = Tiles(np.array([t for t, _ in tiles]), np.array(starts), np.array(extents))
-    tile_of, number, segment_words = segments_of(table.words)
+    tile_of, _, segment_words = segments_of(table.words)
     first = np.searchsorted(tile_of, np.arange(len(tiles)))
     segment = np.concatenate([first[i] + at // 65_536 for i, at in enumerate(words)])
     planes = planes_reference(segment, np.concatenate(words) % 65_536, np.concatenate(values), segment_words, w)
@@ -444,7 +456,7 @@ def walk_case(w: int, density: float, seed: int, device: str = "cpu", tiny: bool
     tensors, sizes = aligned_layouts(w)
     if not tiny:
         more, more_sizes = layouts(w, rng)
-        tensors, sizes = tensors + more, {**more_sizes, **sizes, "s": 80_000}
+        tensors, sizes = tensors + more, {**more_sizes, **sizes}
     storages = live_storages(sizes, w, rng, device)
     records = pack_records(w, [t.shape for t in tensors], [t.records for t in tensors], storages)
     ids, starts, extents, offsets, masks = [], [], [], [], []

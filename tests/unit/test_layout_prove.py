@@ -78,7 +78,7 @@ def sums(lattice: tuple[int, list[tuple[int, int]]]) -> np.ndarray:
 
 
 @given(lattices(), lattices())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_what_lattices_prove_is_true(
     one: tuple[int, list[tuple[int, int]]], two: tuple[int, list[tuple[int, int]]]
 ) -> None:
@@ -101,7 +101,9 @@ def test_what_lattices_prove_is_true(
         ((0, [(4, 2), (16, 2)]), (0, [(1, 2), (2, 2), (3, 2)]), False),
     ],
 )
-def test_lattices_that_touch_are_not_told_apart(one, two, apart: bool) -> None:  # type: ignore[no-untyped-def]
+def test_lattices_that_touch_are_not_told_apart(
+    one: tuple[int, list[tuple[int, int]]], two: tuple[int, list[tuple[int, int]]], apart: bool
+) -> None:
     assert (not np.intersect1d(sums(one), sums(two)).size) is apart
     if not apart:
         assert not prove._lattices_apart(one, two)
