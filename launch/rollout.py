@@ -9,10 +9,11 @@ the trainer. Needs no Megatron.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from launch.demo.sorting import Sorting
 from launch.checks import check
 from launch.compose import CONFIGS, register, settings_of
 from launch.settings import Episode, Settings, episodes
+from megasync.adapters.torch_module_hf import TransformersEngine
 from megasync.manifest import Manifest
 from megasync.receiver.applier import Applier
 from megasync.receiver.ledger import Ledger
@@ -48,48 +50,43 @@ def roll(s: Settings, episode: Episode, sink: Sink, record: Record) -> None:
         sink: Where the trainer publishes.
         record: Keeps a row of facts.
     """
-    task, d = Sorting(s.demo.digits), s.demo
+    d, task = s.demo, Sorting(s.demo.digits)
     folder = SampleFolder(Path(s.out) / "samples" / episode.run, d.patience_s)
     model = build_model(s.model)
     config = replace(s.apply, run=episode.run)
-    # One step at a time, so that the live weights of every version can be looked at.
-    applier = Applier(engine_of(model), sink, config, backend=s.engine.backend, route=next_step)
+    # One publication a call, so that the live weights of every version can be looked at.
+    engine = TransformersEngine(model)
+    applier = Applier(engine, sink, config, backend=s.engine.backend, route=next_step)
     head = PublicationReader(sink, episode.run, config.sign_key or None, config.timeout_s).newest
-    folder.wait(head, f"version 0 of run {episode.run!r}")
-    newest = applier.join()
+    folder.wait(head, f"the first version of run {episode.run!r}")
 
-    def applied(result: UpdateResult) -> None:
-        row = {"kind": "applied", "run": episode.run, "version": result.version, "density": result.density}
-        row |= {"pause_s": result.pause_s, "stage_s": result.stage_s, "total_s": result.total_s}
-        record(row | {"fetched_nbytes": result.fetched_nbytes, "sha256": sha256_of(checkpoint_of(model))})
+    def applied(result: UpdateResult) -> dict[str, Any]:
+        row = {"kind": "applied", "run": episode.run, "sha256": sha256_of(checkpoint_of(model)), **asdict(result)}
+        record(row)
+        return row
 
-    def catch_up() -> None:
-        nonlocal newest
+    def catch_up(newest: dict[str, Any]) -> dict[str, Any]:
         while (result := applier.update()).versions:
-            newest = result
-            applied(result)
+            newest = applied(result)
+        return newest
 
-    applied(newest)
+    newest = applied(applier.join())
     for number in range(episode.num_steps):
         if episode.apply:
-            catch_up()
+            newest = catch_up(newest)
         generator = torch.Generator().manual_seed(d.seed + number)
         prompts = task.prompts(d.num_prompts, generator).repeat_interleave(d.num_samples, dim=0)
-        tokens = generate(model, prompts, d.digits, generator)
+        with engine.serving():
+            tokens = generate(model, prompts, d.digits, generator)
         rewards = task.rewards(tokens)
-        made = Made(applier.version, float(rewards.mean()), newest.density, newest.pause_s)
-        record({"kind": "made", "run": episode.run, "batch": number, "version": made.version, "reward": made.reward})
+        facts = {name: newest[name] for name in ("version", "sha256", "density", "pause_s")}
+        made = Made(reward=float(rewards.mean()), payload_nbytes=newest["fetched_nbytes"], **facts)
+        record({"kind": "made", "run": episode.run, "batch": number, **asdict(made)})
         folder.put(number, Samples(tokens, rewards, made))
     folder.wait(lambda: folder.last_version() is not None, "the trainer to finish")
     if episode.apply:
-        catch_up()
-        assert applier.version == folder.last_version()
+        catch_up(newest)
     applier.close()
-
-
-def engine_of(model):
-    from scratch_engine import engine_of
-    return engine_of(model)
 
 
 def next_step(reader: PublicationReader, held: Ledger, wanted: Manifest) -> list[Manifest]:
@@ -115,6 +112,7 @@ def main(config: Any) -> None:
     """Entry point."""
     s = check(settings_of(config))
     warnings.filterwarnings("ignore")
+    logging.basicConfig(format="%(message)s")
     torch.set_num_threads(1)
     roll_all(s)
 

@@ -128,6 +128,7 @@ class Demo:
         seed: Of weights, prompts and samples.
         patience_s: Longest wait of one process for the other.
         show_every: Steps between lines of progress.
+        min_rise: How far the last reward must be above the control's for the demo to pass.
     """
 
     digits: int = 5
@@ -143,6 +144,7 @@ class Demo:
     seed: int = 1
     patience_s: float = 120.0
     show_every: int = 10
+    min_rise: float = 0.1
 
     @property
     def num_rows(self) -> int:

@@ -21,21 +21,21 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch import cpu_shim
 from launch.checks import check
 from launch.compose import CONFIGS, register, settings_of
+from launch.demo.progress import Progress
 from launch.settings import Settings, episodes
 from megasync.sinks.registry import open_sink
 
 
 def train_all(s: Settings) -> None:
     """Every episode, one after the other. *Collective*: needs a process group of the settings' size."""
-    from launch import cpu_shim
-
     cpu_shim.install()
+    # Megatron is imported here, behind the shim and the checks: it takes seconds.
     from launch.demo.learner import train
-    from launch.demo.progress import Progress
 
-    progress = Progress(s)
+    progress = Progress(s.demo.show_every)
     with Path(s.out, "trainer.jsonl").open("a") as out:
 
         def record(row: dict[str, Any]) -> None:
@@ -51,14 +51,22 @@ def train_all(s: Settings) -> None:
 @hydra.main(config_path=str(CONFIGS), config_name="main", version_base="1.3")
 def main(config: Any) -> None:
     """Entry point of a rank."""
-    s = check(settings_of(config), int(os.environ.get("WORLD_SIZE", "1")))
-    warnings.filterwarnings("ignore")  # Megatron tells at length which CUDA extensions are absent
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    # Longer than the wait for samples, which only rank 0 sees.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=s.demo.patience_s + 30))
-    train_all(s)
-    dist.destroy_process_group()
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        s = check(settings_of(config), int(os.environ.get("WORLD_SIZE", "1")))
+        warnings.filterwarnings("ignore")  # Megatron tells at length which CUDA extensions are absent
+        if rank == 0:
+            logging.basicConfig(format="%(message)s")
+            logging.getLogger("megasync").setLevel(logging.INFO)
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        torch.set_num_threads(1)
+        # Longer than the wait for samples, which only rank 0 sees.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=s.demo.patience_s + 30))
+        train_all(s)
+        dist.destroy_process_group()
+    except Exception as e:
+        print(f"rank {rank} failed: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+        raise
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 
 from megasync.digest import SHA256, XXH3_128, content_digest
 from megasync.errors import FormatError, RefetchError, SchemaMismatchError
-from megasync.frames import FrameColumns, FrameTable, make_table, read_table
+from megasync.frames import ANCHOR_CODEC, FrameColumns, FrameTable, make_table, read_table
 from megasync.schema import FORMAT, Schema
 
 KIND = "megasync.manifest"
@@ -278,10 +278,15 @@ def _check(m: Manifest) -> None:
     where = f"manifest of version {m.version}"
     if m.what == "delta" and not (0 <= m.base_version < m.version and m.base_digest):
         raise FormatError(f"{where}: a delta with base version {m.base_version}")
+    if m.what == "delta" and m.state_table:
+        raise FormatError(f"{where}: a delta has no table of state digests")
     if m.what != "delta" and (m.base_version != -1 or m.base_digest or not m.state_table):
         raise FormatError(f"{where}: an {m.what} has no base and must name a table of state digests")
     if m.what == "checkpoint" and (m.payload_nbytes or len(m.frames) or len(m.touched_ids)):
         raise FormatError(f"{where}: a checkpoint has no payloads")
+    full = m.frames.columns["codec"] == ANCHOR_CODEC
+    if full.any() if m.what == "delta" else not full.all():
+        raise FormatError(f"{where}: an anchor has full bytes in every frame, a delta in none")
     if m.state_table and len(m.state_table) != 16:
         raise FormatError(f"{where}: the table of state digests is named by {len(m.state_table)} bytes, expected 16")
     if len(m.root) != 16:

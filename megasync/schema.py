@@ -128,6 +128,10 @@ class Schema:
         parts = [of.setdefault(g, g.tile_words(np.arange(g.num_tiles))) if g not in of else of[g] for g in self.grids]
         return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
+    def num_tile_words(self, tensor_id: int, tile: int) -> int:
+        """Words of one tile of the grid."""
+        return int(self._all_tile_words[self.first_tile[tensor_id] + tile])
+
     def tile_words(self, tensor_ids: np.ndarray, tiles: np.ndarray) -> np.ndarray:
         """Words of tiles given by tensor id and tile number (u32), vectorised.
 

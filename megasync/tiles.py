@@ -140,6 +140,65 @@ class TileGrid:
             flat = flat * extent + x
         return flat
 
+    def flat_words(self, tiles: np.ndarray, counts: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """``flat_index`` of the changed words of some tiles, several times faster.
+
+        Args:
+            tiles: Tile numbers, any integer dtype, ``[T]``.
+            counts: Words of each of them, ``[T]``.
+            positions: u32 ``[n]``, row-major word index inside the tile; ``n = counts.sum()``.
+
+        Returns:
+            int64 ``[n]``.
+        """
+        lines = _lines(self)
+        flat = np.repeat(lines.start[tiles], counts) if len(tiles) > 1 else np.full(len(positions), lines.start[tiles])
+        flat += positions
+        for divisor, factor in zip(lines.divisors, lines.factors, strict=True):
+            by, times = divisor[tiles], factor[tiles]
+            if not times.any():
+                continue
+            if bool((by == by[0]).all() and (times == times[0]).all()):
+                # A division of 32-bit numbers by one number is what numpy vectorises best.
+                row = (positions // by[0]).astype(np.int64)
+                row *= times[0]
+            else:
+                row = (positions // np.repeat(by, counts)).astype(np.int64)
+                row *= np.repeat(times, counts)
+            flat += row
+        return flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """What takes a position in a tile to its canonical row-major index: ``start + p + sum((p // divisor) * factor)``.
+
+    The coordinate of axis i is ``p // d[i] - (p // d[i - 1]) * e[i]`` with ``d[i]`` the words below it in the tile and
+    ``e[i]`` its extent there, so neighbouring axes share their divisions; an axis that the tile does not cut adds none.
+
+    Attributes:
+        start: int64 ``[num_tiles]``, index of the tile's first word.
+        divisors: u32 ``[num_tiles]`` for each axis but the last.
+        factors: int64 ``[num_tiles]``, for each axis but the last.
+    """
+
+    start: np.ndarray
+    divisors: tuple[np.ndarray, ...]
+    factors: tuple[np.ndarray, ...]
+
+
+@lru_cache(maxsize=4_096)
+def _lines(grid: TileGrid) -> _Lines:
+    starts, extents = grid.boxes(np.arange(grid.num_tiles))
+    strides = [prod(grid.shape[i + 1 :]) for i in range(len(grid.shape))]
+    start = starts @ np.array(strides, dtype=np.int64)
+    divisors: list[np.ndarray] = []
+    factors: list[np.ndarray] = []
+    for i in range(len(strides) - 1):
+        divisors.append(extents[:, i + 1 :].prod(axis=1).astype(np.uint32))
+        factors.append(strides[i] - extents[:, i + 1] * strides[i + 1])
+    return _Lines(start, tuple(divisors), tuple(factors))
+
 
 def spread(starts: np.ndarray, extents: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
     """Coordinates of row-major positions inside boxes.

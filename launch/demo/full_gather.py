@@ -35,10 +35,13 @@ class FullGather:
         num_groups: Key and value heads.
         head_dim: Size of a head.
         vocab_size: Vocabulary without padding.
+        tied: Whether the output layer is the embedding.
     """
 
-    def __init__(self, chunks: Sequence[Any], *, num_groups: int, head_dim: int, vocab_size: int) -> None:
-        self._num_groups, self._head_dim, self._vocab_size = num_groups, head_dim, vocab_size
+    def __init__(
+        self, chunks: Sequence[Any], *, num_groups: int, head_dim: int, vocab_size: int, tied: bool = False
+    ) -> None:
+        self._num_groups, self._head_dim, self._vocab_size, self._tied = num_groups, head_dim, vocab_size, tied
         self._local = [entry for chunk in chunks for entry in _shards_of(chunk)]
         told: list[list[_Shard]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(told, [shard for shard, _ in self._local])
@@ -63,6 +66,9 @@ class FullGather:
         whole: dict[str, torch.Tensor] = {}
         for name, copies in self._sorted(parts).items():
             whole |= self._converted(name, _joined(name, copies))
+        if self._tied and (copy := whole.pop("lm_head.weight", None)) is not None:
+            # With pipeline stages the last one has its own copy of the embedding.
+            _require_equal("output_layer.weight", copy, whole["model.embed_tokens.weight"])
         return whole
 
     def _sorted(self, parts: list[torch.Tensor]) -> dict[str, list[tuple[_Shard, torch.Tensor]]]:
@@ -161,11 +167,15 @@ def _joined(name: str, copies: list[tuple[_Shard, torch.Tensor]]) -> torch.Tenso
     by_part: dict[int, torch.Tensor] = {}
     for shard, data in copies:
         first = by_part.setdefault(shard.part if dim >= 0 else 0, data)
-        if not torch.equal(first, data):
-            raise RuntimeError(f"{name}: ranks that should hold the same part differ")
+        _require_equal(name, first, data)
     parts = [by_part[i] for i in sorted(by_part)]
     if dim >= 0 and "linear_fc1" in name:
         # Each shard is its part of the gate, then its part of the up projection.
         halves = [part.chunk(2) for part in parts]
         return torch.cat([h[i] for i in range(2) for h in halves])
     return torch.cat(parts, dim=dim) if dim >= 0 else parts[0]
+
+
+def _require_equal(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    if not torch.equal(one, other):
+        raise RuntimeError(f"{name}: ranks that should hold the same weights differ")

@@ -7,8 +7,9 @@ Called by launch/train.py on every rank, with a process group and the CPU shim i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,55 +46,49 @@ def train(s: Settings, episode: Episode, sink: Sink, record: Record) -> None:
     task = Sorting(s.demo.digits)
     warm_up(s, run, optimizer, task)
 
-    now: dict[str, Any] = {"phase": "warm-up", "step": 0}
+    now: dict[str, str | int | float] = {"phase": "start", "step": 0}
     exporter = Bf16Exporter(MegatronExporter(run.chunks, table(s.model.table), vocab_size=s.model.vocab_size))
     callback = MegasyncCallback(exporter, sink, replace(s.publish, run=episode.run), facts=lambda: dict(now))
     callback.on_train_start()
     proof = Proof(run, s.model, episode.run, record)
-    proof.of(0)
+    proof.of(callback.version, now)
 
     folder = SampleFolder(Path(s.out) / "samples" / episode.run, s.demo.patience_s)
     step = 0
     for phase in episode.phases:
         optimizer.set_lr(phase.lr)
         for _ in range(phase.steps):
-            waited = time.perf_counter()
+            times = [time.perf_counter()]
             samples = receive(folder, step)
-            began = time.perf_counter()
-            tokens, weights = share_of(s, task, samples)
-            loss = run.train_step(tokens, weights)
-            trained = time.perf_counter()
+            times.append(time.perf_counter())
+            loss = run.train_step(*share_of(s, task, samples))
+            times.append(time.perf_counter())
             step += 1
             now |= {"phase": phase.name, "step": step}
-            held = callback.version
             version = callback.step_end()
-            published = time.perf_counter()
+            times.append(time.perf_counter())
             if version is not None:
-                proof.of(version)
+                proof.of(version, now)
             if first:
-                row = {"kind": "step", "run": episode.run, "phase": phase.name, "lr": phase.lr, "step": step}
-                row |= {"steps": episode.num_steps, "loss": loss, "version": version, "held": held}
-                row |= {f"sample_{name}": value for name, value in asdict(samples.made).items()}
-                row |= {"wait_s": began - waited, "train_s": trained - began, "step_end_s": published - trained}
-                record(row)
+                facts = {"kind": "step", "run": episode.run, "step": step, "steps": episode.num_steps, "loss": loss}
+                facts |= {"phase": phase.name, "lr": phase.lr, "version": version}
+                facts |= zip(("wait_s", "train_s", "step_end_s"), (b - a for a, b in pairwise(times)), strict=True)
+                record(facts | {f"sample_{name}": value for name, value in asdict(samples.made).items()})
     callback.on_train_end()
-    proof.of(callback.outcomes[-1].version)
+    last = callback.outcomes[-1].version
+    proof.of(last, now)
     if first:
         for outcome in callback.outcomes:
-            row = {"kind": "outcome", "run": episode.run, "version": outcome.version, "durable": outcome.durable}
-            row |= {"payload_nbytes": outcome.payload_nbytes, "manifest_nbytes": outcome.manifest_nbytes}
-            record(row | {"publish_s": outcome.publish_s})
-        folder.finish(callback.outcomes[-1].version)
+            record({"kind": "outcome", "run": episode.run, **asdict(outcome)})
+        folder.finish(last)
     run.destroy()
 
 
 def build_run(s: Settings) -> tuple[MegatronRun, MasterWeights]:
     """Build the model and its optimizer in the settings' layout. *Collective*."""
     p, seq_length = s.parallel, padded_length(s)
-    model = TinyModel(**{f.name: getattr(s.model, f.name) for f in fields(Model) if f.name not in _NOT_MEGATRON})
-    layout = Layout(p.tp, p.pp, p.chunks, p.cp, p.ep, p.etp, p.sequence_parallel) if False else Layout(
-        tp=p.tp, pp=p.pp, chunks=p.chunks, cp=p.cp, ep=p.ep, etp=p.etp, sequence_parallel=p.sequence_parallel
-    )
+    model = TinyModel(**{f.name: getattr(s.model, f.name) for f in fields(TinyModel) if hasattr(s.model, f.name)})
+    layout = Layout(**{f.name: getattr(p, f.name) for f in fields(Layout)})
     training = Training(
         lr=s.demo.warmup_lr,
         seed=s.demo.seed,
@@ -140,17 +135,24 @@ def padded_length(s: Settings) -> int:
     return -(-2 * s.demo.digits // unit) * unit
 
 
-@dataclass
 class Proof:
-    """Records the SHA-256 of a plain full gather, once a version. *Collective*."""
+    """Records the SHA-256 of a plain full gather, once a version. *Collective*: every rank makes it and calls it.
 
-    def __init__(self, run: MegatronRun, model: Model, name: str, record: Record) -> None:
-        sizes = {"num_groups": model.num_groups, "head_dim": model.head_dim, "vocab_size": model.vocab_size}
-        self._gather, self._name, self._record = FullGather(run.chunks, **sizes), name, record
+    Args:
+        run: The model.
+        m: Its settings.
+        name: Run name for the records.
+        record: See ``train``.
+    """
+
+    def __init__(self, run: MegatronRun, m: Model, name: str, record: Record) -> None:
+        sizes = {"num_groups": m.num_groups, "head_dim": m.head_dim, "vocab_size": m.vocab_size}
+        self._gather = FullGather(run.chunks, **sizes, tied=m.tied)
+        self._name, self._record = name, record
         self._done: set[int] = set()
 
-    def of(self, version: int) -> None:
-        """Gather and record the weights of a version, which they still are."""
+    def of(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Gather and record the weights of a version, which they still are, with the facts of the moment."""
         if version in self._done:
             return
         self._done.add(version)
@@ -158,7 +160,4 @@ class Proof:
         if whole is not None:
             nbytes = sum(t.nbytes for t in whole.values())
             row = {"kind": "gathered", "run": self._name, "version": version, "sha256": sha256_of(whole)}
-            self._record(row | {"full_nbytes": nbytes})
-
-
-_NOT_MEGATRON = ("hf", "table", "lora_rank")
+            self._record({**row, "full_nbytes": nbytes, **facts})

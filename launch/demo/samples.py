@@ -27,13 +27,17 @@ class Made:
     Attributes:
         version: Version of the weights that made it.
         reward: Mean reward.
+        sha256: Of those weights, live in the engine.
         density: Changed share of the weights of the last version applied.
+        payload_nbytes: Bytes that it took.
         pause_s: Seconds that generation stood still for it.
     """
 
     version: int
     reward: float
+    sha256: str
     density: float
+    payload_nbytes: int
     pause_s: float
 
 

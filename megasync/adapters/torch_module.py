@@ -1,9 +1,9 @@
 """Any torch module as an engine: live parameters and buffers by name, rules for those that lie otherwise.
 
-Names of the run are looked up among the module's parameters and persistent buffers; what has the same shape and dtype is
-an identity layout, what the module keeps in a wider float dtype is a canonical shadow and a cast. Everything that does not
-resolve is listed at plan time. Before it comes a module with loaded weights; after it the applier. ``torch_module_hf`` adds
-what transformers' own loader does. Must not import an engine.
+Names of the run are looked up among the module's parameters and persistent buffers; what has the same shape and dtype
+is an identity layout, what the module keeps in a wider float dtype is a canonical shadow and a cast. Everything that
+does not resolve is listed at plan time. Before it comes a module with loaded weights; after it the applier.
+``torch_module_hf`` adds what transformers' own loader does. Must not import an engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Lock
+from threading import Condition
 
 import torch
 
@@ -25,7 +25,8 @@ from megasync.schema import Schema
 from megasync.types import Box, TensorSpec
 
 Rule = Callable[[TensorSpec], tuple[str, Callable[[Sketch], Sketch]] | None]
-"""For a canonical tensor: the live name it goes to and what the engine did to it, or None where the rule does not apply."""
+"""For a canonical tensor: the live name it goes to and what the engine did to it, or None where the rule does not
+apply."""
 
 _SHOWN = 50
 _BYTES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -77,7 +78,9 @@ class TorchModuleEngine(Engine):
         self.pause_timeout_s = pause_timeout_s
         self.version = -1
         self._seed, self._observe = seed, observe
-        self._running = Lock()
+        self._turn = Condition()
+        self._running = 0
+        self._paused = False
         self._tainted = ""
         self._planned: tuple[Schema, dict[str, Layout], tuple[Derivation, ...]] | None = None
 
@@ -123,38 +126,51 @@ class TorchModuleEngine(Engine):
         """Hold the weights as they are for a forward pass (or several that must see one version).
 
         Yields:
-            The version of the weights, -1 before the first update.
+            The version of the weights, -1 before an applier has joined.
 
         Raises:
             TaintedError: The weights are in an unknown state.
         """
-        with self._running:
+        with self._turn:
+            self._turn.wait_for(lambda: not self._paused or self._tainted)
             if self._tainted:
                 raise TaintedError(f"{self.name} must not serve: {self._tainted}")
+            self._running += 1
+        try:
             yield self.version
+        finally:
+            with self._turn:
+                self._running -= 1
+                self._turn.notify_all()
 
     def pause(self) -> None:
-        """See ``Engine.pause``: waits for ``serving`` blocks to end.
+        """See ``Engine.pause``: waits for ``serving`` blocks to end; new ones wait for ``resume``.
 
         Raises:
-            TimeoutError: They do not.
+            TimeoutError: They do not end.
         """
-        if not self._running.acquire(timeout=self.pause_timeout_s):
-            raise TimeoutError(f"{self.name}: forward passes did not end within {self.pause_timeout_s} s")
+        with self._turn:
+            self._paused = True
+            if not self._turn.wait_for(lambda: not self._running, self.pause_timeout_s):
+                raise TimeoutError(f"{self.name}: forward passes did not end within {self.pause_timeout_s} s")
         for device in {t.device for t in self.tensors().values() if t.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 
     def resume(self, version: int) -> None:
         """See ``Engine.resume``."""
+        with self._turn:
+            self.version, self._paused = version, False
+            self._turn.notify_all()
+
+    def holds(self, version: int) -> None:
+        """See ``Engine.holds``."""
         self.version = version
-        if self._running.locked():
-            self._running.release()
 
     def quarantine(self, reason: str) -> None:
         """See ``Engine.quarantine``: ``serving`` raises from now on."""
-        self._tainted = reason
-        if self._running.locked():
-            self._running.release()
+        with self._turn:
+            self._tainted = reason
+            self._turn.notify_all()
 
     def sketch(self, schema: Schema) -> tuple[dict[str, list[Sketch]], list[str]]:
         """What each live tensor is made of, and what does not resolve.

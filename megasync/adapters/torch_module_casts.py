@@ -1,7 +1,7 @@
 """Casts: live tensors that hold canonical ones, stacked or re-laid, in a wider float dtype.
 
-The derivation builds the live tensor in the canonical dtype through the layout algebra, then casts it; it is turned around
-by casting back. Used by ``torch_module``. Must not import an engine.
+The derivation builds the live tensor in the canonical dtype through the layout algebra, then casts it; it is turned
+around by casting back. Used by ``torch_module``. Must not import an engine.
 """
 
 from __future__ import annotations

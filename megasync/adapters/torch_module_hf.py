@@ -1,8 +1,8 @@
 """Models of Hugging Face transformers (version 5) as engines.
 
-Since version 5 the live module is not the checkpoint: experts are stacked and fused, names differ. transformers describes
-that as conversions; here its own conversions run on sketches instead of tensors, so that layouts follow whatever the
-installed version does, and binding proves the result by content. Must not import an engine.
+Since version 5 the live module is not the checkpoint: experts are stacked and fused, names differ. transformers
+describes that as conversions; here its own conversions run on sketches instead of tensors, so that layouts follow
+whatever the installed version does, and binding proves the result by content. Must not import an engine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megasync.schema import Schema
 class TransformersEngine(TorchModuleEngine):
     """A ``transformers`` model whose weights are live; arguments are those of `TorchModuleEngine`.
 
-    Canonical names that the model class itself ignores when it loads (a draft head that it has no code for) are excluded
-    with that reason.
+    Canonical names that the model class itself ignores when it loads (a draft head that it has no code for) are
+    excluded with that reason.
 
     Raises:
         MissingPackageError: transformers 5 is not installed.

@@ -1,9 +1,9 @@
 """Sketches: stand-ins for tensors that remember where each canonical word would go, instead of holding words.
 
-A loader that stacks, concatenates, transposes, splits or reshapes checkpoint tensors can be run on sketches: every torch
-call becomes a step of the layout algebra, and what comes out is the layout of each canonical tensor in the live one. What
-is not such a step (a cast, an addition) is refused by name. Comes before binding, in adapters whose engine keeps weights
-in other shapes than the checkpoint's. Must not import an engine.
+A loader that stacks, concatenates, transposes, splits or reshapes checkpoint tensors can be run on sketches: every
+torch call becomes a step of the layout algebra, and what comes out is the layout of each canonical tensor in the live
+one. What is not such a step (a cast, an addition) is refused by name. Comes before binding, in adapters whose engine
+keeps weights in other shapes than the checkpoint's. Must not import an engine.
 """
 
 from __future__ import annotations

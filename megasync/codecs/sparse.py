@@ -1,8 +1,9 @@
 """The ``sparse`` codec: (gap, value) pairs in byte planes; the default and the reason the pause is short.
 
-A tile is walked row-major and cut in segments of 65,536 words. A frame's planes are: counts (u32 a segment), gap low
-bytes, gap high bytes, value planes 0..w-1, dense planes 0..w-1. A segment is dense exactly when
-``count * (2 + w) >= words * w``: then it has no gaps and values but its mask. See FORMAT.md.
+A tile is walked row-major and cut in segments of 65,536 words. A frame's planes are: counts (u32 a segment, as four byte
+planes in one: all lowest bytes, then all second ones, ...), gap low bytes, gap high bytes, value planes 0..w-1, dense
+planes 0..w-1. A segment is dense exactly when ``count * (2 + w) >= words * w``: then it has no gaps and values but its
+mask. See FORMAT.md.
 """
 
 from __future__ import annotations
@@ -48,6 +49,26 @@ class Segments:
         return counts * (2 + word_nbytes) >= self.words * word_nbytes
 
 
+def counts_plane(counts: np.ndarray) -> np.ndarray:
+    """The counts plane: u32 counts as byte planes, since three of four bytes are nearly always 0.
+
+    Measured at a density of 0.001 %: half the bytes of u32 one after the other, and those were a quarter of a payload.
+
+    Args:
+        counts: Changed words of each segment, any integer dtype ``[S]``.
+
+    Returns:
+        uint8 ``[4 S]``.
+    """
+    return np.ascontiguousarray(counts.astype("<u4").view(np.uint8).reshape(-1, 4).T).reshape(-1)
+
+
+def counts_of(plane: memoryview) -> np.ndarray:
+    """Counts (int64 ``[S]``) of a raw counts plane of ``4 S`` bytes."""
+    rows = np.frombuffer(plane, np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(rows.T).view("<u4").reshape(-1).astype(np.int64)
+
+
 class SparseCodec(Codec):
     """See the module docstring."""
 
@@ -76,7 +97,7 @@ class SparseCodec(Codec):
         gap[1:] -= np.where(follows, inside[:-1] + 1, 0)
         gap_bytes = gap.astype("<u2").view(np.uint8).reshape(-1, 2)
         value_bytes = np.ascontiguousarray(values, dtype=WORD_DTYPES[w]).view(np.uint8).reshape(-1, w)
-        planes = [counts.astype("<u4"), gap_bytes[:, 0], gap_bytes[:, 1]]
+        planes = [counts_plane(counts), gap_bytes[:, 0], gap_bytes[:, 1]]
         planes += [value_bytes[:, k] for k in range(w)] + [dense_planes[k] for k in range(w)]
         return EncodedFrame(self.id, tuple(pack(np.ascontiguousarray(p)) for p in planes))
 
@@ -85,7 +106,7 @@ class SparseCodec(Codec):
         w = shape.word_nbytes
         planes = split_planes(stored, tuple(plane_nbytes), 3 + 2 * w)
         segments = Segments.of(shape.tile_words)
-        counts = np.frombuffer(unpack(planes[0], 4 * len(segments.words), "counts plane"), "<u4").astype(np.int64)
+        counts = counts_of(unpack(planes[0], 4 * len(segments.words), "counts plane"))
         tile_counts = _check_counts(shape, segments, counts)
         dense = segments.dense(counts, w)
         num = np.where(dense, 0, counts)

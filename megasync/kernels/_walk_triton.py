@@ -144,7 +144,7 @@ def walk_kernel(
                 all_1 = _piece(address + step, valid, 8)
             old_a += group_weight(canonical, 0) * (_sum8(all_0, 0, 0) + _sum8(all_1, 2, 0))
             old_b += group_weight(canonical, 1) * (_sum8(all_0, 0, 1) + _sum8(all_1, 2, 1))
-    if SUMS > 0:
+    if SUMS > 0:  # noqa: SIM102 (the outer test is at compile time)
         if tl.load(item + 6) != 0:
             sums_ptr = lanes_ptr + tl.load(item + 5) * 4
             tl.atomic_add(sums_ptr, tl.sum(old_a.to(tl.int64), 0), sem="relaxed")

@@ -46,7 +46,7 @@ def scatter_xor_(
     *Stream*: the current stream; returns before the work is done. *Memory*: writes only the words that change;
     applying the same planes again restores every byte.
     """
-    _check(plan, planes, lanes)
+    check_planes(plan, planes, lanes, plan.records.device)
     sums = SUMS_NONE if lanes is None else (SUMS_ALL if touched_old else SUMS_CHANGE)
     if not dispatch.uses_triton(plan.records.device):
         scatter_reference(plan, planes, lanes, write=True, sums=sums)
@@ -70,7 +70,7 @@ def touched_sums_(plan: ScatterPlan, planes: Planes, lanes: torch.Tensor, faults
 
     *Stream*: the current stream; returns before the work is done.
     """
-    _check(plan, planes, lanes)
+    check_planes(plan, planes, lanes, plan.records.device)
     if faults.dtype is not torch.int32 or faults.numel() != 1 or faults.device != lanes.device:
         raise ValueError(f"faults must be one int32 on {lanes.device}, got {faults.dtype} {tuple(faults.shape)}")
     if not dispatch.uses_triton(plan.records.device):
@@ -80,13 +80,19 @@ def touched_sums_(plan: ScatterPlan, planes: Planes, lanes: torch.Tensor, faults
         launch_scatter(launch, plan, planes, lanes, faults, write=False, sums=SUMS_ALL)
 
 
-def _check(plan: ScatterPlan, planes: Planes, lanes: torch.Tensor | None) -> None:
-    """Tests the arguments.
+def check_planes(plan: ScatterPlan, planes: Planes, lanes: torch.Tensor | None, device: torch.device) -> None:
+    """Tests planes and sums against a plan.
+
+    Args:
+        plan: The plan.
+        planes: Must hold the plan's entries and dense words, on ``device``.
+        lanes: Sums on the records' device, or None.
+        device: Where the planes must be.
 
     Raises:
-        ValueError: See above.
+        ValueError: When something does not fit.
     """
-    w, device = plan.records.word_nbytes, plan.records.device
+    w = plan.records.word_nbytes
     want = ((2 + w, plan.num_entries), (w, plan.num_dense))
     if planes.word_nbytes != w or (tuple(planes.entries.shape), tuple(planes.dense.shape)) != want:
         raise ValueError(
@@ -101,10 +107,10 @@ def _check(plan: ScatterPlan, planes: Planes, lanes: torch.Tensor | None) -> Non
     if lanes is not None and (
         lanes.dtype is not torch.int64
         or lanes.shape != (plan.records.num_tensors, 4)
-        or lanes.device != device
+        or lanes.device != plan.records.device
         or not lanes.is_contiguous()
     ):
-        raise ValueError(f"lanes must be contiguous int64 [{plan.records.num_tensors}, 4] on {device}")
+        raise ValueError(f"lanes must be contiguous int64 [{plan.records.num_tensors}, 4] on {plan.records.device}")
 
 
 def launch_scatter(

@@ -9,7 +9,7 @@ from megasync.layout.compose import Arrangement, arrange, with_copies
 from megasync.layout.encoding import decode_layouts, encode_layouts, layouts_digest
 from megasync.layout.modes import Digit, Layout, Remap
 from megasync.layout.plan import ProbedPlan
-from megasync.layout.probe import probe, verify_on
+from megasync.layout.probe import probe
 from megasync.layout.prove import validate, validate_all
 
 __all__ = [
@@ -28,6 +28,5 @@ __all__ = [
     "probe",
     "validate",
     "validate_all",
-    "verify_on",
     "with_copies",
 ]

@@ -16,10 +16,9 @@ import torch
 from megasync.errors import FormatError, PlanError
 from megasync.layout.encoding import decode_layouts, encode_layouts, layouts_digest
 from megasync.layout.evaluate import gather, xor_
-from megasync.layout.live import describe, storages_of
+from megasync.layout.live import LoadFn, Specs, describe, storages_of
 from megasync.layout.modes import Layout
-from megasync.layout.plan import LoadFn, ProbedPlan, Specs
-from megasync.layout.probe import verify_on
+from megasync.layout.plan import ProbedPlan
 from megasync.layout.probe_patterns import random_tensor
 from megasync.layout.prove import validate_all
 from megasync.layout.rules import MAX_DIGITS
@@ -148,7 +147,7 @@ def check_plan(plan: ProbedPlan, load_fn: LoadFn, specs: Specs, *, seed: int = 0
         ConformanceError: Something differs.
     """
     try:
-        verify_on(plan, load_fn, specs, seed=seed)
+        plan.verify_on(load_fn, specs, seed=seed)
         plan.validate()
     except PlanError as e:
         raise ConformanceError(f"the plan does not hold: {e}") from e

@@ -7,13 +7,19 @@ it `probe` and `plan`. This module must import nothing of megasync but ``errors`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megasync.errors import PlanError
+
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Canonical name to extents and torch dtype."""
+
+LoadFn = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""What loads canonical tensors into an engine and returns its live tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,57 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
+import numpy as np
 import torch
 
 from megasync.digest import XXH3_128, content_digest
 from megasync.errors import FormatError, PlanError
-from megasync.layout.encoding import decode_layouts, encode_layouts
 from megasync.layout.evaluate import gather, xor_
-from megasync.layout.live import LiveTensor, bound
+from megasync.layout.live import LiveTensor, LoadFn, Specs, bound
 from megasync.layout.modes import Layout
+from megasync.layout.plan_document import decode_plan, encode_plan
+from megasync.layout.probe_loads import Loads, covered_bytes, mismatched
+from megasync.layout.probe_patterns import random_tensor
 from megasync.layout.prove import validate_all
 
-FORMAT = 1
-KIND = "megasync.probed-plan"
 SUFFIX = ".layouts"
-
-Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-LoadFn = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 52)]
-
-
-class _Live(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    name: _Name
-    dtype: _Name
-    shape: list[_Size]
-    stride: list[_Size]
-    offset: _Size
-    storage: _Name
-    storage_nbytes: _Size
-
-
-class _Spec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    name: _Name
-    shape: list[_Size]
-    dtype: _Name
-
-
-class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    kind: str
-    format: int
-    specs: list[_Spec]
-    layouts: bytes
-    live: list[_Live]
-    unmapped: dict[_Name, str]
-    derived: dict[_Name, str]
-    empty: list[_Name]
-    absent: list[_Name]
-    unstable: list[_Name]
 
 
 @dataclass(frozen=True)
@@ -158,6 +122,38 @@ class ProbedPlan:
                 raise PlanError(f"layout of {name} is of {layout.shape} x {layout.word_nbytes} B, the plan says {spec}")
         validate_all(self.layouts, {r.storage: r.storage_nbytes for r in self.live})
 
+    def verify_on(self, load_fn: LoadFn, specs: Specs, *, num_draws: int = 2, seed: int = 1) -> None:
+        """Checks that the plan holds for another loader, such as that of another layer.
+
+        Args:
+            load_fn: The other loader, as in `probe`, under the names of this plan (see `renamed`).
+            specs: Its canonical tensors.
+            num_draws: Draws of random bytes, of each kind.
+            seed: Seed of the random bytes.
+
+        Raises:
+            PlanError: Names, shapes or dtypes differ, live tensors differ, a tensor does not land where the plan says,
+                or live bytes that the plan does not know change with the canonical tensors.
+        """
+        if dict(self.specs) != {n: (tuple(s), d) for n, (s, d) in specs.items()}:
+            odd = sorted(n for n in self.specs.keys() | specs.keys() if self.specs.get(n) != specs.get(n))
+            raise PlanError(f"the plan is of other canonical tensors: {odd[:8]} differ; probe this layer itself")
+        rng = np.random.default_rng(seed)
+        loads = Loads(load_fn)
+        wrong: set[str] = set()
+        for finite in [True] * num_draws + [False] * num_draws:
+            canonical = {n: random_tensor(*s, rng, finite=finite) for n, s in specs.items()}
+            storages = loads.run(canonical)
+            if loads.described != self.live:
+                raise PlanError(
+                    "the live tensors are not those of the plan: other names, shapes or strides; probe this layer"
+                )
+            wrong |= set(mismatched(self.layouts, storages, canonical))
+        moved = loads.changed_live(covered_bytes(self.layouts, loads.nbytes))
+        wrong |= set(moved) - set(self.derived) - set(self.unstable)
+        if wrong:
+            raise PlanError(f"the plan does not hold here: {sorted(wrong)} differ from it; probe this layer itself")
+
     def renamed(self, canonical: Callable[[str], str], live: Callable[[str], str]) -> ProbedPlan:
         """The same plan under other names, for another layer of equal shapes.
 
@@ -191,22 +187,16 @@ class ProbedPlan:
 
     def encode(self) -> bytes:
         """Writes the plan down; equal plans have equal bytes."""
-        document = _Document(
-            kind=KIND,
-            format=FORMAT,
-            specs=[_Spec(n, list(s), str(d).removeprefix("torch.")) for n, (s, d) in sorted(self.specs.items())],
-            layouts=encode_layouts(self.layouts),
-            live=[
-                _Live(r.name, r.dtype, list(r.shape), list(r.stride), r.offset, r.storage, r.storage_nbytes)
-                for r in self.live
-            ],
-            unmapped=dict(self.unmapped),
-            derived=dict(self.derived),
-            empty=sorted(self.empty),
-            absent=sorted(self.absent),
-            unstable=sorted(self.unstable),
+        return encode_plan(
+            specs=self.specs,
+            layouts=self.layouts,
+            live=self.live,
+            unmapped=self.unmapped,
+            derived=self.derived,
+            empty=self.empty,
+            absent=self.absent,
+            unstable=self.unstable,
         )
-        return msgspec.msgpack.encode(document, order="deterministic")
 
     @staticmethod
     def decode(data: bytes) -> ProbedPlan:
@@ -222,23 +212,7 @@ class ProbedPlan:
             FormatError: The bytes are not exactly one plan.
             PlanError: Its layouts do not hold together.
         """
-        try:
-            d = msgspec.msgpack.decode(data, type=_Document, strict=True)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise FormatError(f"probed plan of {len(data)} bytes cannot be read: {e}; probe again") from e
-        if d.kind != KIND or d.format != FORMAT:
-            raise FormatError(f"expected a {KIND} of format {FORMAT}, found {d.kind!r} of format {d.format}")
-        specs = {s.name: (tuple(s.shape), _dtype(s.dtype)) for s in d.specs}
-        live = tuple(
-            LiveTensor(r.name, r.dtype, tuple(r.shape), tuple(r.stride), r.offset, r.storage, r.storage_nbytes)
-            for r in d.live
-        )
-        layouts = decode_layouts(d.layouts)
-        plan = ProbedPlan(
-            specs, layouts, live, d.unmapped, d.derived, tuple(d.empty), tuple(d.absent), tuple(d.unstable)
-        )
-        if plan.encode() != data:
-            raise FormatError("probed plan is not in its one encoding; probe again")
+        plan = ProbedPlan(**decode_plan(data))
         plan.validate()
         return plan
 
@@ -289,10 +263,3 @@ class ProbedPlan:
         if tuple(mask.shape) == tuple(shape) and shape:
             mask = mask[tuple(slice(a, b) for a, b in zip(layout.start, layout.stop, strict=True))]
         return mask.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise FormatError(f"probed plan names the dtype {name!r}, which this torch does not have")
-    return dtype

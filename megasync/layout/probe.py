@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from megasync.errors import PlanError
+from megasync.layout.live import LoadFn, Specs
 from megasync.layout.modes import Layout, Unit
-from megasync.layout.plan import LoadFn, ProbedPlan, Specs
+from megasync.layout.plan import ProbedPlan
 from megasync.layout.probe_codes import Reader, Round, nibble_round, word_round
 from megasync.layout.probe_fit import NoFitError, fit
-from megasync.layout.probe_loads import Loads, covered_bytes, mismatched, sources_of
+from megasync.layout.probe_loads import Loads, mismatched, sources_of
 from megasync.layout.probe_merge import layout_of
 from megasync.layout.probe_patterns import PACKED, dtype_name, ramp_tensors, random_tensor
 from megasync.layout.prove import validate, validate_all
@@ -70,40 +71,6 @@ def probe(load_fn: LoadFn, specs: Specs, *, num_draws: int = 2, any_bytes: bool 
             del layouts[name]
     computed, unstable = sources_of(loads, layouts, specs, rng)
     return _plan(loads, specs, layouts, reasons, computed, unstable)
-
-
-def verify_on(plan: ProbedPlan, load_fn: LoadFn, specs: Specs, *, num_draws: int = 2, seed: int = 1) -> None:
-    """Checks that a plan holds for another loader, such as that of another layer.
-
-    Args:
-        plan: The plan, under the other layer's names (`ProbedPlan.renamed`).
-        load_fn: The other loader, as in `probe`.
-        specs: Its canonical tensors.
-        num_draws: Draws of random bytes.
-        seed: Seed of the random bytes.
-
-    Raises:
-        PlanError: Names, shapes or dtypes differ, live tensors differ, a tensor does not land where the plan says, or
-            live bytes that the plan does not know change with the canonical tensors.
-    """
-    if dict(plan.specs) != {n: (tuple(s), d) for n, (s, d) in specs.items()}:
-        odd = sorted(n for n in plan.specs.keys() | specs.keys() if plan.specs.get(n) != specs.get(n))
-        raise PlanError(f"the plan is of other canonical tensors: {odd[:8]} differ; probe this layer itself")
-    rng = np.random.default_rng(seed)
-    loads = Loads(load_fn)
-    wrong: set[str] = set()
-    for finite in [True] * num_draws + [False] * num_draws:
-        canonical = {n: random_tensor(*s, rng, finite=finite) for n, s in specs.items()}
-        storages = loads.run(canonical)
-        if loads.described != plan.live:
-            raise PlanError(
-                "the live tensors are not those of the plan: other names, shapes or strides; probe this layer"
-            )
-        wrong |= set(mismatched(plan.layouts, storages, canonical))
-    moved = loads.changed_live(covered_bytes(plan.layouts, loads.nbytes))
-    wrong |= set(moved) - set(plan.derived) - set(plan.unstable)
-    if wrong:
-        raise PlanError(f"the plan does not hold here: {sorted(wrong)} differ from it; probe this layer itself")
 
 
 def _discover(

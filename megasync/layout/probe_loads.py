@@ -14,9 +14,8 @@ import torch
 
 from megasync.errors import PlanError
 from megasync.layout.evaluate import gather, xor_
-from megasync.layout.live import LiveTensor, describe, seen_bytes, snapshot
+from megasync.layout.live import LiveTensor, LoadFn, Specs, describe, seen_bytes, snapshot
 from megasync.layout.modes import Layout
-from megasync.layout.plan import LoadFn, Specs
 from megasync.layout.probe_patterns import leveled_tensor
 
 

@@ -1,8 +1,8 @@
 """Anchors: full bytes of a version loaded over whatever is live, as XOR of live and anchor, so that undo works.
 
-Every tile of this rank's slices becomes a mask; tiles that no frame lists are all zero. What the masks lead to is compared
-with the anchor's own table of state digests before any write. Where masks of everything do not fit in memory, tiles are
-written as they come, without undo, and audited at the end. Comes after fetch, beside stage.
+Every tile of this rank's slices becomes a mask; tiles that no frame lists are all zero. What the masks lead to is
+compared with the anchor's own table of state digests before any write. Where masks of everything do not fit in memory,
+tiles are written as they come, without undo, and audited at the end. Comes after fetch, beside stage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The applier: one engine rank that follows a run. ``join`` once, then ``update``: fetch -> stage -> prove -> apply.
 
-Every rank of an engine runs its own applier and makes the same calls in the same order; they vote between the stages. The
-version held moves only by proofs. One step is in ``session``. Must not import a trainer, an adapter or an engine.
+Every rank of an engine runs its own applier and makes the same calls in the same order; they vote between the stages.
+The version held moves only by proofs. One step is in ``session``. Must not import a trainer, an adapter or an engine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megasync.receiver.backends import BackendChoice, make_backend
 from megasync.receiver.bind import bind
 from megasync.receiver.engine import Engine
 from megasync.receiver.follow import follow
+from megasync.receiver.joining import enter, is_torn
 from megasync.receiver.ledger import Ledger
 from megasync.receiver.results import AuditResult, StageResult, UpdateResult
-from megasync.receiver.route import Route, find_version, steps
-from megasync.receiver.self_test import self_test
+from megasync.receiver.route import Route, steps
 from megasync.receiver.session import Session, advance, make_ready, retreat
 from megasync.receiver.status import State, Status, StatusFile
 from megasync.receiver.votes import together, vote
@@ -98,12 +98,12 @@ class Applier:
     def join(self, *, reloaded: bool = False) -> UpdateResult:
         """Bind the engine to the run and find out, by content, which version its weights are. *Collective*.
 
-        Weights that are no version of the run are overwritten by the newest chain's anchor, where it starts with one. The
-        engine is ``serving`` if it is at the newest version, else ``behind``: ``update`` catches up.
+        Weights that are no version of the run are overwritten by the newest chain's anchor, where it starts with one.
+        The engine is ``serving`` if it is at the newest version, else ``behind``: ``update`` catches up.
 
         Args:
-            reloaded: The engine's weights were loaded anew since the status file was written: a status that says they may
-                be torn does not hold for them.
+            reloaded: The engine's weights were loaded anew since the status file was written: a status that says they
+                may be torn does not hold for them.
 
         Returns:
             What was found and, where an anchor was loaded, what that took.
@@ -116,48 +116,18 @@ class Applier:
             BaseMismatchError: Weights are no version of the run and the chain starts with a checkpoint.
         """
         started = self._clock()
-        torn = self._status.now.torn and not reloaded
-        if not torn:
-            self._status.set(state="new", version=-1, manifest="")
+        torn = is_torn(self.engine, self._status, reloaded)
         newest = self._wanted(None)
-        schema = self._reader.schema(newest.schema_digest)
+        schema = together(self.engine, "schema", lambda: self._reader.schema(newest.schema_digest))
         with self.telemetry.span("bind"):
             binding = bind(self.engine, schema, shadow_limit_nbytes=self.config.shadow_limit_nbytes)
-            backend = make_backend(binding, self._backend)
-        together(self.engine, "seeding shadows", lambda: binding.shadows.seed(self.engine))
-        session = Session(
+            backend = together(self.engine, "backend", lambda: make_backend(binding, self._backend))
+            together(self.engine, "seeding shadows", lambda: binding.shadows.seed(self.engine))
+        self._session = Session(
             self.config, self._reader, binding, backend, self._status, self._pool, self.telemetry, self._clock
         )
-        if torn:
-            found, start, differences = None, self._reader.chain(newest)[0], self._torn_reason()
-        else:
-            with self.telemetry.span("audit"):
-                digests = audit(binding, self._pool)
-            found, start, differences = find_version(self._reader, schema, newest, binding.group_ids, digests)
-        self._session = session
-        result = UpdateResult(
-            self.config.run,
-            -1,
-            -1,
-            backend=backend.name,
-            excluded=_excluded(session),
-            proofs=("audit",) if found else (),
-        )
-        if found is not None:
-            session.hold(found, "serving" if found.version == newest.version else "behind")
-            result = replace(result, from_version=found.version, version=found.version)
-        elif start.what == "anchor":
-            result = advance(session, start, "serving" if start.version == newest.version else "behind", result)
-        else:
-            raise (NeedsAnchorError if torn else BaseMismatchError)(
-                f"{self.engine.name}: {differences}. The chain of run {self.config.run!r} starts with the checkpoint of "
-                f"version {start.version}, whose bytes are not in the sink; nothing was touched. Load the engine from it "
-                "and join with reloaded=True, or publish an anchor"
-            )
-        if self.config.self_test:
-            tested = self_test(binding)
-            result = replace(result, proofs=(*result.proofs, *(("self-test",) if tested else ())))
-        return replace(result, total_s=self._clock() - started)
+        result = UpdateResult(self.config.run, -1, -1, backend=backend.name, excluded=_excluded(self._session))
+        return replace(enter(self._session, newest, torn, result), total_s=self._clock() - started)
 
     def update(self, version: int | None = None) -> UpdateResult:
         """Apply what leads to a version, one publication after the other, each proved. *Collective*.
@@ -202,8 +172,8 @@ class Applier:
             version: Stage the step that leads to this version; the first one not staged yet by default.
 
         Returns:
-            What was staged; None where everything up to the head is held or staged, or the next step is an anchor, which
-            is always staged by its own update.
+            What was staged; None where everything up to the head is held or staged, or the next step is an anchor,
+            which is always staged by its own update.
         """
         session, ledger = self._held()
         wanted = self._wanted(version)
@@ -269,10 +239,19 @@ class Applier:
         on_update: Callable[[UpdateResult], None] | None = None,
         on_problem: Callable[[MegasyncError], None] | None = None,
     ) -> None:
-        """Follow the head until ``stop`` is set; see ``follow.follow``."""
+        """Follow the head until ``stop`` is set, on any rank; see ``follow.follow``. *Collective*."""
+
+        def stopped() -> bool:
+            if self.engine.num_ranks == 1:
+                return stop.is_set()
+            with vote(self.engine, "following") as ballot:
+                ballot.data = bytes([stop.is_set()])
+            return any(map(any, ballot.result))
+
         follow(
             self,
             stop,
+            stopped=stopped,
             poll_s=poll_s if poll_s is not None else self.config.poll_s,
             wait=wait,
             on_update=on_update,
@@ -314,10 +293,6 @@ class Applier:
         if chosen[2] == newest.digest and self.engine.num_ranks == 1:
             return newest
         return together(self.engine, "manifest", lambda: self._reader.manifest(*chosen))
-
-    def _torn_reason(self) -> str:
-        now = self._status.now
-        return f"status is {now.state} (version {now.version}, target {now.target}): weights may be torn. {now.reason}"
 
 
 def _excluded(session: Session) -> tuple[str, ...]:

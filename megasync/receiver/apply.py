@@ -1,8 +1,8 @@
 """Apply: the pause. Live weights are changed, read back and proven, or put back as they were.
 
 Status ``updating`` is durable before the engine pauses, and every rank votes between the steps, so that all ranks of an
-engine end at one version. A failure after the first write is undone inside the pause; a failure of the undo is recorded as
-``tainted`` before anything else. Comes after stage.
+engine end at one version. A failure after the first write is undone inside the pause; a failure of the undo is recorded
+as ``tainted`` before anything else. Comes after stage.
 """
 
 from __future__ import annotations
@@ -157,17 +157,16 @@ def _put_back(binding: Binding, backend: Backend, proven: Proven, saved: dict[st
 
 
 def taint(binding: Binding, status: StatusFile, reason: str) -> None:
-    """Record, durably and before anything else, that the weights are in an unknown state; then quarantine the engine."""
-    try:
-        status.set(state="tainted", reason=reason)
-    finally:
-        binding.engine.quarantine(reason)
+    """Record, durably and before anything else, that the weights are in an unknown state; then quarantine the
+    engine."""  # The file says `updating` where it cannot be written: never served either.
+    status.set(durable=False, state="tainted", reason=reason)
+    binding.engine.quarantine(reason)
 
 
 def _back_to(status: StatusFile, was: Status) -> None:
-    # Where the disk refuses, it still has `updating` or what was: a restart is then careful without need, never careless.
-    with suppress(OSError):
-        status.set(state=was.state, version=was.version, manifest=was.manifest, reason=was.reason)
+    # Where the disk refuses, it still has `updating` or what was: a restart is then careful without need, never
+    # careless.
+    status.set(durable=False, state=was.state, version=was.version, manifest=was.manifest, reason=was.reason)
 
 
 def reverse(proven: Proven) -> Proven | None:

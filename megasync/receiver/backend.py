@@ -87,7 +87,8 @@ class Placed(ABC):
 
     @abstractmethod
     def undo_(self) -> None:
-        """Restore what ``prove`` read, wherever ``xor_`` stopped. Calling it again, or before ``xor_``, does no harm."""
+        """Restore what ``prove`` read, wherever ``xor_`` stopped. Calling it again, or before ``xor_``, does no
+        harm."""
 
 
 class Backend(ABC):

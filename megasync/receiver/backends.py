@@ -1,7 +1,7 @@
 """Which backend places and writes: chosen by name, or by one rule, and reported in every result.
 
-``auto`` takes ``cpu`` where all live weights are in host memory. Backends of other devices are given as a callable, or
-named here by their module. Must import nothing above backend.
+``auto`` takes ``cpu`` where all live weights are in host memory; ``mask`` is the plain reference for any device. Backends
+of other devices are given as a callable, or named here by their module. Must import nothing above backend.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from megasync.receiver.bind import Binding
 
 BackendChoice = str | Callable[[Binding], Backend]
 
-_KNOWN: dict[str, tuple[str, str]] = {"cpu": ("megasync.receiver.cpu", "CpuBackend")}
+_KNOWN: dict[str, tuple[str, str]] = {
+    "cpu": ("megasync.receiver.cpu", "CpuBackend"),
+    "mask": ("megasync.receiver.dense", "MaskBackend"),
+}
 _BY_DEVICE: dict[str, str] = {"cpu": "cpu"}
 
 
@@ -34,7 +37,8 @@ def make_backend(binding: Binding, choice: BackendChoice) -> Backend:
         kinds = {d.type for d in binding.devices} or {"cpu"}
         if len(kinds) > 1 or not kinds <= _BY_DEVICE.keys():
             raise ValueError(
-                f"no backend writes weights on {sorted(kinds)} by itself (known: {_BY_DEVICE}): name one, or give a callable"
+                f"no backend writes weights on {sorted(kinds)} by itself (known: {_BY_DEVICE}): name one of "
+                f"{', '.join(_KNOWN)} (mask works on any device, slowly), or give a callable"
             )
         choice = _BY_DEVICE[kinds.pop()]
     if choice not in _KNOWN:

@@ -1,13 +1,12 @@
 """Binding: an engine's layouts checked against the run's schema, once, before anything is fetched.
 
-Every tensor of the schema is held, shadowed or excluded by name; every word has one primary place, proven by arithmetic;
-every place is live memory that is remembered (identity). Comes after the Engine port, before stage. Must not import fetch,
-stage or apply.
+Every tensor of the schema is held, shadowed or excluded by name; every word has one primary place, proven by
+arithmetic; every place is live memory that is remembered (identity). Comes after the Engine port, before stage. Must
+not import fetch, stage or apply.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -22,6 +21,7 @@ from megasync.layout.compose import with_copies
 from megasync.layout.modes import Layout, Remap
 from megasync.layout.prove import validate_all
 from megasync.manifest import Manifest
+from megasync.receiver.claims import Claims, Mirror, check_coverage, coverage, mirrors, slices
 from megasync.receiver.engine import Derivation, Engine
 from megasync.receiver.identity import StorageMark, check_alive, mark_all
 from megasync.receiver.leads import Held
@@ -31,29 +31,6 @@ from megasync.schema import Schema
 from megasync.types import WORD_DTYPES, Box
 
 _SHOWN = 50
-_log = logging.getLogger(__name__)
-
-
-class _Claims(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank tells the others: words with their primary place on it, by tensor, and its slices."""
-
-    words: bytes
-    slices: list[tuple[int, list[int], bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class Mirror:
-    """A slice that one rank holds as a replica of another rank's primary.
-
-    Attributes:
-        tensor_id: The tensor.
-        replica: Rank of the replica.
-        primary: Rank of the primary.
-    """
-
-    tensor_id: int
-    replica: int
-    primary: int
 
 
 @dataclass
@@ -135,7 +112,8 @@ def bind(engine: Engine, schema: Schema, *, shadow_limit_nbytes: int) -> Binding
 
     Raises:
         SchemaMismatchError: The engine's tensors have another shape or word size: another model.
-        PlanError: Names that do not resolve, places that overlap or leave their storage, words nobody holds: all listed.
+        PlanError: Names that do not resolve, places that overlap or leave their storage, words nobody holds: all
+            listed.
         MemoryPlanError: The shadows do not fit.
         RankFailedError: One of these on any rank, where the engine has several.
     """
@@ -155,15 +133,13 @@ def bind(engine: Engine, schema: Schema, *, shadow_limit_nbytes: int) -> Binding
         sizes = {n: s.numel() for n, s in storages.items()}
         validate_all({schema.tensors[i].name: x for i, x in layouts.items()}, sizes)
         leads = {i: Held.of(schema.tensors[i].name, x) for i, x in layouts.items()}
-        ballot.data = msgspec.msgpack.encode(
-            _Claims(_coverage(schema, layouts).astype("<i8").tobytes(), _slices(leads))
-        )
+        ballot.data = msgspec.msgpack.encode(Claims(coverage(schema, layouts).astype("<i8").tobytes(), slices(leads)))
         marks = mark_all(tensors, names)
-    claims = [msgspec.msgpack.decode(b, type=_Claims) for b in ballot.result]
-    _check_coverage(schema, np.sum([np.frombuffer(c.words, "<i8") for c in claims], axis=0), excluded, engine)
+    claims = [msgspec.msgpack.decode(b, type=Claims) for b in ballot.result]
+    check_coverage(schema, np.sum([np.frombuffer(c.words, "<i8") for c in claims], axis=0), excluded, engine)
     group = np.array([i for i in range(len(schema.tensors)) if i not in excluded], dtype=np.int64)
     needed = _needed_tiles(schema, layouts)
-    return Binding(engine, schema, leads, storages, shadows, excluded, group, marks, _mirrors(claims), needed)
+    return Binding(engine, schema, leads, storages, shadows, excluded, group, marks, mirrors(claims), needed)
 
 
 def _resolve(
@@ -256,58 +232,6 @@ def _renamed(layout: Layout, key_of: Mapping[str, str]) -> Layout:
         moved = replace(r, storage=key_of[r.storage])
         kept.setdefault(replace(moved, primary=True), moved)
     return replace(layout, records=tuple(kept.values()))
-
-
-def _coverage(schema: Schema, layouts: Mapping[int, Layout]) -> np.ndarray:
-    """Words of each tensor that have their primary place on this rank."""
-    out = np.zeros(len(schema.tensors), dtype=np.int64)
-    for i, x in layouts.items():
-        units = sum(r.num_units * (2 * x.word_nbytes // x.units_per_word(r)) for r in x.records if r.primary)
-        out[i] = units // (2 * x.word_nbytes)
-    return out
-
-
-def _slices(held: Mapping[int, Held]) -> list[tuple[int, list[int], bool]]:
-    """Tensor id, start and stop, and whether all words are primaries, of each slice that is all the one or the other."""
-    out = []
-    for i, h in held.items():
-        leading = {r.primary for r, ok in zip(h.layout.records, h.lead, strict=True) if ok}
-        if len(leading) == 1:
-            out.append((i, [*h.layout.start, *h.layout.stop], leading.pop()))
-    return out
-
-
-def _mirrors(claims: list[_Claims]) -> tuple[Mirror, ...]:
-    primary = {(i, tuple(box)): rank for rank, c in enumerate(claims) for i, box, ok in c.slices if ok}
-    replicas = [(i, tuple(box), rank) for rank, c in enumerate(claims) for i, box, ok in c.slices if not ok]
-    alone = sum((i, box) not in primary for i, box, _ in replicas)
-    if alone:
-        _log.warning("%d replicated slices have no rank with the same slice as primary: they are not compared", alone)
-    return tuple(Mirror(i, rank, primary[i, box]) for i, box, rank in replicas if (i, box) in primary)
-
-
-def _check_coverage(schema: Schema, total: np.ndarray, excluded: Mapping[int, str], engine: Engine) -> None:
-    missing: list[str] = []
-    partly: list[str] = []
-    twice: list[str] = []
-    for i, spec in enumerate(schema.tensors):
-        found = int(total[i])
-        if i in excluded and found:
-            twice.append(f"{spec.name} (excluded by another rank, {found} words held)")
-        elif i not in excluded and found != spec.num_words:
-            (missing if not found else partly if found < spec.num_words else twice).append(
-                f"{spec.name} ({found} of {spec.num_words} words)" if found else spec.name
-            )
-    listed = [
-        f"{what}: {', '.join(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        for what, names in (("not held", missing), ("partly held", partly), ("held by several primaries", twice))
-        if names
-    ]
-    if listed:
-        raise PlanError(
-            f"{engine.name} with {engine.num_ranks} ranks does not resolve {len(missing) + len(partly) + len(twice)} tensors "
-            f"of run {schema.run!r}: {'; '.join(listed)}. Nothing was touched: correct the adapter, or let it exclude them"
-        )
 
 
 def _needed_tiles(schema: Schema, layouts: Mapping[int, Layout]) -> np.ndarray:

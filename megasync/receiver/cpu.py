@@ -94,7 +94,8 @@ class CpuPlaced(Placed):
         return run.old is not None and run.first_difference(self._words, run.old ^ run.values) is None
 
     def undo_(self) -> None:
-        """See ``Placed.undo_``: the words that ``prove`` read are written, so it does not matter where a write stopped."""
+        """See ``Placed.undo_``: the words that ``prove`` read are written, so it does not matter where a write
+        stopped."""
         for run in self.runs:
             if run.old is not None:
                 run.write_(self._words, run.old)

@@ -6,7 +6,8 @@ tile. Comes between fetch and apply. Must import nothing above bind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from megasync.digest import box_lanes
 from megasync.errors import BaseMismatchError
 from megasync.layout.evaluate import gather, xor_
 from megasync.layout.modes import Layout, Remap
-from megasync.receiver.backend import Placed
+from megasync.receiver.backend import Backend, FetchedFrame, Placed
 from megasync.receiver.bind import Binding
 from megasync.receiver.leads import Held, inside
 from megasync.receiver.sums import Sums
@@ -146,6 +147,24 @@ class MaskPlaced(Placed):
             wrong = np.zeros_like(self._old)
             wrong[box] = read_record(layout, r, self.binding.storages) ^ self._old[box]
             self._xor(replace(layout, records=(replace(r, primary=True),), partial=True), wrong)
+
+
+class MaskBackend(Backend):
+    """Every frame as masks of whole tiles, through ``layout.evaluate``: any device, digests on the host. Slow and plain:
+    what other backends are compared with, and what works where none was written for the device."""
+
+    name = "mask"
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+
+    def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:
+        """See ``Backend.place``."""
+        return [p for frame in frames for p in mask_placed(self.binding, frame.entries())]
+
+    def write_(self, placed: Sequence[Placed], pool: ThreadPoolExecutor | None) -> list[Sums]:
+        """See ``Backend.write_``; on the caller's thread, so that a device sees one stream."""
+        return super().write_(placed, None)
 
 
 def mask_placed(binding: Binding, entries: Entries) -> list[Placed]:

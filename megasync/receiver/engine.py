@@ -1,8 +1,8 @@
 """The Engine port: what an engine adapter must tell, and let happen, for live weights to be updated in place.
 
-An adapter (``megasync.adapters``) implements it for one rank of one engine; ``bind`` checks what it says against the run's
-schema, ``apply`` uses the hooks. ``contract`` is a test suite that every implementation must pass. Must not import an
-adapter, a trainer or an engine.
+An adapter (``megasync.adapters``) implements it for one rank of one engine; ``bind`` checks what it says against the
+run's schema, ``apply`` uses the hooks. ``contract`` is a test suite that every implementation must pass. Must not
+import an adapter, a trainer or an engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Derivation:
     """Live tensors that are a value transform of canonical ones: a cast, a maximum over shards, a reciprocal.
 
     XOR does not pass through such a transform. The receiver keeps the canonical bytes of the inputs (the canonical
-    shadow; inputs that the engine also holds as they are, are read from there), XORs those, and derives the outputs again.
+    shadow; inputs that the engine also holds as they are, are read from there), XORs those, and derives the outputs
+    again.
 
     Attributes:
         name: Of the group, for messages.
@@ -144,6 +145,10 @@ class Engine(ABC):
 
         Caches that hold results of other weights are the adapter's to flush or tag here, before the first token.
         """
+
+    def holds(self, version: int) -> None:  # noqa: B027
+        """The weights are ``version``'s without a write: so they were loaded, or nothing changed. Nothing was
+        paused."""
 
     def quarantine(self, reason: str) -> None:  # noqa: B027
         """The weights are in an unknown state: stay stopped for good, take no traffic. Never followed by `resume`."""

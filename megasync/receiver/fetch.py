@@ -1,8 +1,8 @@
 """Fetch: the frames of a publication that this rank needs, read, checked and handed on, several at a time.
 
 Neighbouring frames are read in one range. Every frame's digest is checked; a bad one is read once more by itself, and
-refused if it is bad again. Work on a range (check, and what the caller does with its frames) runs on the same thread, and
-only so many ranges are in flight, so memory is bounded. Comes before stage. Must not import stage or apply.
+refused if it is bad again. Work on a range (check, and what the caller does with its frames) runs on the same thread,
+and only so many ranges are in flight, so memory is bounded. Comes before stage. Must not import stage or apply.
 """
 
 from __future__ import annotations

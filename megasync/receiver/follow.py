@@ -1,7 +1,8 @@
 """Follow: look at the head, update, wait; the loop of an engine that serves.
 
-What passes (a sink that does not answer, a head that cannot be read, an update that was undone) is reported and tried again
-with growing waits: the version held keeps serving. What does not pass is raised. Must import nothing above results.
+What passes (a sink that does not answer, a head that cannot be read, an update that was undone) is reported and tried
+again with growing waits: the version held keeps serving. What does not pass is raised. Must import nothing above
+results.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def follow(
     stop: Event,
     *,
     poll_s: float,
+    stopped: Callable[[], bool] | None = None,
     wait: Callable[[float], object] | None = None,
     on_update: Callable[[UpdateResult], None] | None = None,
     on_problem: Callable[[MegasyncError], None] | None = None,
@@ -43,6 +45,7 @@ def follow(
         applier: Joined.
         stop: Ends the loop when set.
         poll_s: Seconds between looks at the head while all is well.
+        stopped: Whether to end before the next look; whether ``stop`` is set by default.
         wait: Waits so many seconds or until ``stop`` is set; ``stop.wait`` by default.
         on_update: Called with every result that applied something.
         on_problem: Called with every error that is tried again.
@@ -53,7 +56,7 @@ def follow(
     """
     pause = wait or stop.wait
     failures = 0
-    while not stop.is_set():
+    while not (stopped or stop.is_set)():
         delay = poll_s
         try:
             result = applier.update()

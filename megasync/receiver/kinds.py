@@ -1,7 +1,7 @@
 """Kinds: tensors that share a tile grid and a layout up to where it begins, so that they are evaluated together.
 
-The experts of a model are thousands of tensors and a handful of kinds. Made once from a binding, for the CPU backend. Must
-import nothing above bind.
+The experts of a model are thousands of tensors and a handful of kinds. Made once from a binding, for the CPU backend.
+Must import nothing above bind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which records of a layout lead: hold each word of the rank once, primary or not.
 
-Primaries lead. A copy of words whose primary is on another rank (a replicated KV head beside this rank's own rows) leads
-too, but its words do not enter digest sums here. All other records are copies that must stay equal to what leads. Used by
-bind and the backends. Must import nothing above layout.
+Primaries lead. A copy of words whose primary is on another rank (a replicated KV head beside this rank's own rows)
+leads too, but its words do not enter digest sums here. All other records are copies that must stay equal to what leads.
+Used by bind and the backends. Must import nothing above layout.
 """
 
 from __future__ import annotations

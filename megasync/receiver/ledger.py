@@ -1,8 +1,8 @@
 """The ledger: which version an engine holds and the state digest of every tensor at it, moved only by proofs.
 
-A manifest lists the new state digest of each touched tensor; the root binds them to all others. Before any write the ledger
-says whether a publication starts from what is held, and whether the digest sums of the live words agree. Must import
-nothing above sums.
+A manifest lists the new state digest of each touched tensor; the root binds them to all others. Before any write the
+ledger says whether a publication starts from what is held, and whether the digest sums of the live words agree. Must
+import nothing above sums.
 """
 
 from __future__ import annotations

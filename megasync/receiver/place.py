@@ -1,7 +1,7 @@
 """Place: the layout of one kind evaluated at the changed words of many tiles at once.
 
-Position in the tile -> canonical coordinate -> bounds and digits -> physical offset. Comes after decode, used by ``cpu``;
-``runs`` has what it makes. Must import nothing above kinds.
+Position in the tile -> canonical coordinate -> bounds and digits -> physical offset. Comes after decode, used by
+``cpu``; ``runs`` has what it makes. Must import nothing above kinds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def place_run(
 
     Args:
         kind: The kind of all tensors concerned.
-        tensors: Tensor id int64 ``[T]``, bases int64 ``[T, records]`` and storage indices int32 ``[T, records]`` of each
-            tile's tensor; equal ids follow on one another.
+        tensors: Tensor id int64 ``[T]``, bases int64 ``[T, records]`` and storage indices int32 ``[T, records]`` of
+            each tile's tensor; equal ids follow on one another.
         boxes: Starts and extents of the tiles, int64 ``[T, ndim]`` each.
         counts: int64 ``[T]``, changed words of each tile, none 0.
         positions: u32 ``[n]``.

@@ -1,7 +1,8 @@
-"""The self-test: flip bits of live weights, see that the engine's output changes, flip them back, see that it is as before.
+"""The self-test: flip bits of live weights, see that the engine's output changes, flip them back, see that it is as
+before.
 
-Finds what no digest can: weights that nobody reads because the engine computes with a packed copy of its own. Asked for by
-configuration, at join. Must import nothing above bind.
+Finds what no digest can: weights that nobody reads because the engine computes with a packed copy of its own. Asked for
+by configuration, at join. Must import nothing above bind.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _FLIPS: dict[str, int] = {
     "F8_E5M2FNUZ": 0x02,
     "F4": 0x88,
 }
-"""The top bit of the mantissa (the signs of packed fp4): changes a weight by up to a half, makes no infinity or NaN of one
-that is neither. Tensors of other dtypes are not flipped."""
+"""The top bit of the mantissa (the signs of packed fp4): changes a weight by up to a half, makes no infinity or NaN of
+one that is neither. Tensors of other dtypes are not flipped."""
 
 
 def self_test(binding: Binding) -> tuple[str, ...]:

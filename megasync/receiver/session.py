@@ -1,7 +1,7 @@
 """A session: one engine rank bound to a run, what it holds, and one step from a version to the next.
 
-``advance`` is the flow of one publication: fetch -> stage -> prove -> apply. ``applier`` decides which publications, and when.
-Must not import applier.
+``advance`` is the flow of one publication: fetch -> stage -> prove -> apply. ``applier`` decides which publications,
+and when. Must not import applier.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Session:
         return kept + sum(s.nbytes for s in self.staged.values())
 
     def hold(self, ledger: Ledger, state: State) -> None:
-        """Record a version that was just proven; durable where the status file is."""
+        """Record a version that was just proven. Where the disk refuses, the file still says ``updating``."""
         self.ledger = ledger
-        self.status.set(state=state, version=ledger.version, manifest=ledger.manifest.digest.hex())
+        self.status.set(durable=False, state=state, version=ledger.version, manifest=ledger.manifest.digest.hex())
 
     def require_schema(self, manifest: Manifest) -> None:
         """Refuse publications of another model.
@@ -158,7 +158,11 @@ def advance(session: Session, manifest: Manifest, state: State, result: UpdateRe
                 proven = prove(session.binding, session.ledger, staged, session.pool)
     finally:
         session.staged.pop(manifest.digest, None)
-    applied = _apply(session, proven)
+    if manifest.what == "delta" and not manifest.num_changed:
+        engine.holds(manifest.version)
+        applied = Applied(0.0, ())
+    else:
+        applied = _apply(session, proven)
     session.last = proven if session.staged_nbytes + staged.nbytes <= session.config.staged_limit_nbytes else None
     session.hold(proven.ledger, state)
     proofs = _DELTA_PROOFS if manifest.what == "delta" else _ANCHOR_PROOFS

@@ -1,8 +1,8 @@
 """Canonical shadows: canonical bytes of tensors whose live form is a value transform, and the transform itself.
 
-A shadow is one more storage that layouts point into, so XOR, digests and undo treat it like live weights. After the XOR,
-in the pause, the live outputs of every touched group are derived again, once, at the address they have. Comes between
-bind and apply. Must import nothing above the Engine port.
+A shadow is one more storage that layouts point into, so XOR, digests and undo treat it like live weights. After the
+XOR, in the pause, the live outputs of every touched group are derived again, once, at the address they have. Comes
+between bind and apply. Must import nothing above the Engine port.
 """
 
 from __future__ import annotations

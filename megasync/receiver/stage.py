@@ -1,8 +1,8 @@
 """Stage: a publication made ready in memory while the engine serves; nothing live is written.
 
-Fetch, decode and place run together on the pool. ``prove`` then compares the live words at the touched positions with the
-manifest, over all ranks: it may run as part of staging where the base is live already, and runs just before the apply where
-a version was staged ahead. Comes after fetch, before apply.
+Fetch, decode and place run together on the pool. ``prove`` then compares the live words at the touched positions with
+the manifest, over all ranks: it may run as part of staging where the base is live already, and runs just before the
+apply where a version was staged ahead. Comes after fetch, before apply.
 """
 
 from __future__ import annotations

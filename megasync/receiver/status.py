@@ -1,13 +1,14 @@
 """The status file of one engine rank: which version it holds, and whether it may serve.
 
-Written before the first byte of an update (``updating``) and after its proof (``serving``): a restart that finds anything
-but ``serving`` knows that the weights may be torn. JSON, replaced whole: temporary file, fsync, rename, fsync of the
-directory. Must import nothing above errors.
+Written before the first byte of an update (``updating``) and after its proof (``serving``): a restart that finds
+anything but ``serving`` knows that the weights may be torn. JSON, replaced whole: temporary file, fsync, rename, fsync
+of the directory. Must import nothing above errors.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from megasync.errors import FormatError
 State = Literal["new", "behind", "serving", "updating", "tainted"]
 _STATES = ("new", "behind", "serving", "updating", "tainted")
 FORMAT = 1
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +70,23 @@ class StatusFile:
             )
         self.now = self.found or Status(run)
 
-    def set(self, **changes: object) -> Status:
+    def set(self, *, durable: bool = True, **changes: object) -> Status:
         """Replace fields of the status; durable when this returns.
 
         Args:
+            durable: Raise where the file cannot be written. False where the file says less than is true until then
+                (``updating`` after a proof): the failure is logged, and the status in memory is replaced.
             changes: Fields of `Status`. ``target`` and ``reason`` are cleared where not given.
         """
         fresh: dict[str, object] = {"target": -1, "reason": ""}
         status = replace(self.now, **(fresh | changes))  # type: ignore[arg-type]
         if self.path is not None:
-            _write(self.path, status)
+            try:
+                _write(self.path, status)
+            except OSError as e:
+                if durable:
+                    raise
+                _log.error("status file %s still says %r, not %r: %s", self.path, self.now.state, status.state, e)
         self.now = status
         return status
 

@@ -1,8 +1,8 @@
 """Tallies: digest sums of all ranks of an engine, added up and compared where ranks hold the same words.
 
-Primary words add up to the whole tensor. Words that a rank holds as a replica (a norm on every tensor-parallel rank) do not
-enter the sum; they are compared with the rank that holds the same slice as its primary. Used by audit, stage and apply.
-Must import nothing above bind.
+Primary words add up to the whole tensor. Words that a rank holds as a replica (a norm on every tensor-parallel rank) do
+not enter the sum; they are compared with the rank that holds the same slice as its primary. Used by audit, stage and
+apply. Must import nothing above bind.
 """
 
 from __future__ import annotations

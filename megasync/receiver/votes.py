@@ -54,7 +54,8 @@ def vote(engine: Engine, what: str) -> Iterator[Vote]:
     Raises:
         BaseException: The body's own error where the engine has one rank.
         MegasyncError: The class that all failing ranks' errors share, so that the caller knows what to do next.
-        RankFailedError: Ranks failed in different ways, or with errors that are not megasync's; the cause of each in it.
+        RankFailedError: Ranks failed in different ways, or with errors that are not megasync's; the cause of each in
+            it.
     """
     mine = Vote()
     error: BaseException | None = None

@@ -15,6 +15,7 @@ from megasync.sinks.base import DEFAULT_TIMEOUT_S, Deadline, Sink, check_range
 from megasync.sinks.wire import MAX_CHUNK_NBYTES, Answer, Channel, Request, answer_for
 
 _HANDSHAKE_S = 10.0
+_ANSWER_S = 5.0
 _ACCEPT_AGAIN_S = 0.1
 _BACKLOG = 512
 
@@ -132,6 +133,8 @@ class SinkServer:
     def _answer(self, channel: Channel, request: Request) -> None:
         timeout_s = request.timeout_s if 0 < request.timeout_s < 1e6 else DEFAULT_TIMEOUT_S
         deadline = Deadline(timeout_s)
+        # A sink that was too slow still says so: the client's own patience ends at about the same time.
+        answering = Deadline(timeout_s + _ANSWER_S)
         chunks = channel.receive_chunks(deadline) if request.operation == "create" else iter(())
         body: Iterator[bytes | memoryview] = iter(())
         try:
@@ -143,10 +146,10 @@ class SinkServer:
         # A creation refused half-way: the client is still sending, and listens only when it is done.
         for _ in chunks:
             pass
-        channel.send_header(answer, deadline)
+        channel.send_header(answer, answering)
         sent = 0
         for piece in body:
-            channel.send(piece, deadline)
+            channel.send(piece, answering)
             sent += len(piece)
         if sent != answer.body_nbytes:
             raise ConnectionError("the object changed while it was sent")

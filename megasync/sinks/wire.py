@@ -1,10 +1,10 @@
 """What a sink server and its clients say to each other over a TCP connection.
 
 A connection begins with each side proving that it knows the run's secret (HMAC over both sides' fresh numbers; the
-secret itself never travels, and bytes after that are neither encrypted nor signed: frames and manifests have their own
-digests and signatures; so this keeps strangers out, not someone who can redirect connections). Then the client sends one request at a time: a length, a msgpack header, and for a creation the
-object's chunks. The answer is a header and, for reads, the bytes. Used by ``serve.py`` and ``remote.py``. Must not
-import trainer or receiver.
+secret itself never travels). What follows is neither encrypted nor signed, since manifests have signatures and frames
+have digests: this keeps strangers out, not someone who can redirect connections. Then the client sends one request at a
+time: a length, a msgpack header, and for a creation the object's chunks. The answer is a header and, for reads, the
+bytes. Used by ``serve.py`` and ``remote.py``. Must not import trainer or receiver.
 """
 
 from __future__ import annotations

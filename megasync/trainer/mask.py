@@ -15,18 +15,17 @@ import torch
 from megasync.digest import WordWeights
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema
-from megasync.trainer.snapshot import Snapshot, to_tile
+from megasync.trainer.snapshot import SAME_SIZE, Snapshot, to_tile
 from megasync.types import WORD_DTYPES, Entries, Lanes
-from megasync.versions.changes import MaskedFrame, TileChange, compact, cut_frames, mask_frame
+from megasync.versions.changes import MaskedFrame, TileChange, compare, cut_frames, mask_frame
 
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Write = tuple[int, np.ndarray, np.ndarray]
 
 
 def words_of(data: torch.Tensor) -> np.ndarray:
-    """Words of a CPU tensor as ``<u{w}``: a view with the tensor's shape and strides."""
-    same = _SAME_SIZE[data.element_size()]
-    return data.detach().view(same).numpy().view(WORD_DTYPES[data.element_size()])
+    """Words of a tensor as ``<u{w}``, with its shape: a view with its strides on the CPU, a copy from a device."""
+    same = SAME_SIZE[data.element_size()]
+    return data.detach().cpu().view(same).numpy().view(WORD_DTYPES[data.element_size()])
 
 
 def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
@@ -60,15 +59,15 @@ def _changed_tiles(
     for i, region in enumerate(snapshot.regions):
         old = snapshot.words(i)
         new = np.ascontiguousarray(words_of(region.data)).reshape(-1)
-        index = compact(old, new)
+        found = compare(old, new)
         if pending and (pending[0].tensor_id, pending[0].tile) != (region.tensor_id, region.tile):
             yield _joined(pending)
             pending = []
-        if not len(index):
+        if not len(found.index):
             continue
-        now = new[index]
-        writes.setdefault((region.tensor_id, region.tile), []).append((i, index, now))
-        pending.append(TileChange(region.tensor_id, region.tile, to_tile(schema, region, index), old[index], now))
+        writes.setdefault((region.tensor_id, region.tile), []).append((i, found.index, found.new))
+        position = to_tile(schema, region, found.index)
+        pending.append(TileChange(region.tensor_id, region.tile, position, found.old, found.new))
     if pending:
         yield _joined(pending)
 

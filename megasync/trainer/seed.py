@@ -17,7 +17,6 @@ from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.schema import Schema
 from megasync.versions.lineage import sum_rows
-from megasync.trainer.mask import words_of
 from megasync.trainer.snapshot import Snapshot
 from megasync.types import Entries, TensorSpec
 from megasync.versions.checkpoint import Checkpoint
@@ -62,8 +61,7 @@ def fill_from_checkpoint(snapshot: Snapshot, checkpoint: Checkpoint) -> None:
 
 def fill_from_live(snapshot: Snapshot) -> None:
     """Seed every region from live weights: version 0 of a fresh run without a checkpoint is the anchor of these."""
-    for i, region in enumerate(snapshot.regions):
-        snapshot.words(i)[:] = np.ascontiguousarray(words_of(region.data)).reshape(-1)
+    snapshot.fill_live()
 
 
 def fill_from_run(

@@ -22,6 +22,9 @@ from megasync.types import WORD_DTYPES, Box, Entries, Lanes
 
 _ALIGN = 16
 
+SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Torch dtype that words of 1, 2, 4 and 8 bytes are viewed as: bits only."""
+
 
 class Snapshot:
     """Bytes of every owned region, row-major, one after the other in one arena.
@@ -56,12 +59,21 @@ class Snapshot:
         for i, r in enumerate(self.regions):
             self._of_tile[r.tensor_id, r.tile].append(i)
 
+    def word_nbytes(self, i: int) -> int:
+        """Bytes of a word of region ``i``."""
+        return self.schema.tensors[self.regions[i].tensor_id].word_nbytes
+
     def words(self, i: int) -> np.ndarray:
-        """Words of region ``i`` (``<u{w}``, 1-D, writable view of a host arena)."""
-        region = self.regions[i]
-        dtype = WORD_DTYPES[self.schema.tensors[region.tensor_id].word_nbytes]
-        start, nbytes = int(self.offsets[i]), region.box.num_words * dtype.itemsize
-        return self.arena[start : start + nbytes].numpy().view(dtype)
+        """Words of region ``i`` (``<u{w}``, 1-D): a writable view of a host arena, a copy of a device's."""
+        return self._bytes(i).cpu().numpy().view(WORD_DTYPES[self.word_nbytes(i)])
+
+    def tensor(self, i: int) -> torch.Tensor:
+        """Words of region ``i`` where the arena is: an integer dtype of the word size, shape of the box."""
+        return self._bytes(i).view(SAME_SIZE[self.word_nbytes(i)]).view(self.regions[i].box.extent)
+
+    def _bytes(self, i: int) -> torch.Tensor:
+        start = int(self.offsets[i])
+        return self.arena[start : start + self.regions[i].box.num_words * self.word_nbytes(i)]
 
     def fill(self, read: Callable[[str, Box], np.ndarray]) -> None:
         """Seed every region.
@@ -70,7 +82,15 @@ class Snapshot:
             read: Gives the words of a box of a canonical tensor by name.
         """
         for i, region in enumerate(self.regions):
-            self.words(i)[:] = read(self.schema.tensors[region.tensor_id].name, region.box).reshape(-1)
+            self._write(i, read(self.schema.tensors[region.tensor_id].name, region.box).reshape(-1))
+
+    def _write(self, i: int, words: np.ndarray) -> None:
+        self.words(i)[:] = words
+
+    def fill_live(self) -> None:
+        """Seed every region from the live weights, wherever they are."""
+        for i, region in enumerate(self.regions):
+            self.tensor(i).copy_(region.data.detach().view(SAME_SIZE[self.word_nbytes(i)]))
 
     def clear(self) -> None:
         """All bytes to zero, the base of anchors."""
@@ -78,6 +98,11 @@ class Snapshot:
 
     def xor_(self, entries: Entries) -> None:
         """XOR the entries that fall in owned regions into the snapshot; others are passed over."""
+        for i, index, values in self.places(entries):
+            self.words(i)[index] ^= values
+
+    def places(self, entries: Entries) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """The entries that fall in owned regions: region, word index in it (int64), values."""
         stops = np.cumsum(entries.counts, dtype=np.int64)
         for t in range(len(entries.tiles)):
             key = int(entries.tensor_ids[t]), int(entries.tiles[t])
@@ -87,7 +112,7 @@ class Snapshot:
             position, values = entries.positions[span], entries.values[span]
             for i in self._of_tile[key]:
                 inside, index = to_region(self.schema, self.regions[i], position)
-                self.words(i)[index] ^= values if inside is None else values[inside]
+                yield i, index, values if inside is None else values[inside]
 
     def lanes(self) -> Iterator[tuple[int, Lanes]]:
         """Tensor id and digest sum of each region."""

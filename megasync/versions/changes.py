@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megasync.digest import WordWeights
+from megasync.digest_sums import lanes_of, sums_by_segment
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema, runs_of_equal
 from megasync.types import Entries, Lanes
@@ -19,7 +19,8 @@ from megasync.types import Entries, Lanes
 CLOSE_ENTRIES = 16_384
 """A frame closes after the tile that brings it to so many entries: planes are then long enough to reach the bound."""
 
-_CHUNK_UNITS = 1 << 17  # 8-byte units compared at a time: the bool tile stays in the cache
+_CHUNK_UNITS = 1 << 17  # 8-byte units compared at a time: their flags stay in the cache
+_FEW = 8  # below one changed unit in so many, changed units are looked at one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class TileChange:
     Attributes:
         tensor_id: Schema id.
         tile: Tile number.
-        positions: Word index in the tile, ascending, int64 ``[n]``, at least one.
+        positions: Word index in the tile, ascending, any integer dtype, ``[n]``, at least one.
         old: ``<u{w}`` ``[n]``.
         new: ``<u{w}`` ``[n]``.
     """
@@ -58,34 +59,85 @@ class MaskedFrame:
     touched_old: dict[int, Lanes]
 
 
-def compact(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+@dataclass(frozen=True, slots=True)
+class Differences:
     """Where two runs of words differ.
+
+    Attributes:
+        index: int64 ``[n]``, ascending.
+        old: ``<u{w}`` ``[n]``.
+        new: ``<u{w}`` ``[n]``.
+    """
+
+    index: np.ndarray
+    old: np.ndarray
+    new: np.ndarray
+
+
+def compare(old: np.ndarray, new: np.ndarray) -> Differences:
+    """Where two runs of words differ, and what they are there.
 
     Args:
         old: ``<u{w}`` ``[n]``, contiguous.
         new: The same.
-
-    Returns:
-        int64, ascending.
     """
     width = 8 // old.dtype.itemsize
     whole = len(old) // width * width
     a, b = old[:whole].view("<u8"), new[:whole].view("<u8")
-    differs = np.empty(min(len(a), _CHUNK_UNITS), dtype=bool)
-    found: list[np.ndarray] = []
+    flags = np.empty(-(-min(len(a), _CHUNK_UNITS) // 8) * 8, dtype=bool)
+    found: list[Differences] = []
     for at in range(0, len(a), _CHUNK_UNITS):
         stop = min(at + _CHUNK_UNITS, len(a))
-        unit = np.flatnonzero(np.not_equal(a[at:stop], b[at:stop], out=differs[: stop - at]))
-        if not len(unit):
-            continue
-        unit += at
-        if width > 1:
-            lane = np.flatnonzero((a[unit] ^ b[unit]).view(old.dtype))
-            unit = unit[lane // width] * width + lane % width
-        found.append(unit)
+        flags[stop - at :] = False
+        np.not_equal(a[at:stop], b[at:stop], out=flags[: stop - at])
+        unit = _few_set(flags[: -(-(stop - at) // 8) * 8])
+        if unit is None:
+            part = slice(at * width, stop * width)
+            index = np.flatnonzero(old[part] != new[part])
+            found.append(Differences(index + at * width, old[part][index], new[part][index]))
+        elif len(unit):
+            unit += at
+            found.append(_of_units(unit, a[unit], b[unit], old.dtype))
     if whole < len(old):
-        found.append(np.flatnonzero(old[whole:] != new[whole:]) + whole)
-    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        index = np.flatnonzero(old[whole:] != new[whole:]) + whole
+        found.append(Differences(index, old[index], new[index]))
+    if len(found) == 1:
+        return found[0]
+    none = np.empty(0, dtype=old.dtype)
+    return Differences(
+        np.concatenate([np.empty(0, np.int64), *(d.index for d in found)]),
+        np.concatenate([none, *(d.old for d in found)]),
+        np.concatenate([none, *(d.new for d in found)]),
+    )
+
+
+def _few_set(flags: np.ndarray) -> np.ndarray | None:
+    """Indices of set flags (bool, a multiple of 8), None where many are set.
+
+    Eight flags are looked at as one number first: with few set, numpy's own search takes most of the time of a compare.
+    """
+    eight = flags.view("<u8")
+    group = np.flatnonzero(eight != 0)
+    if len(group) * _FEW > len(eight) * 4:
+        return None
+    inner = np.flatnonzero(eight[group].view(bool))
+    return (group[inner >> 3] << 3) + (inner & 7)
+
+
+def _of_units(unit: np.ndarray, a: np.ndarray, b: np.ndarray, word: np.dtype) -> Differences:
+    """Changed words of 8-byte units that differ, ``a`` of the old run and ``b`` of the new one."""
+    if word.itemsize == 8:
+        return Differences(unit, a, b)
+    old, new = a.view(word), b.view(word)
+    lane = np.flatnonzero(old != new)
+    shift = 3 - word.itemsize.bit_length() + 1
+    index = (unit[lane >> shift] << shift) + (lane & ((1 << shift) - 1))
+    return Differences(index, old[lane], new[lane])
+
+
+def compact(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Where two runs of words differ: int64, ascending; as ``compare``."""
+    return compare(old, new).index
 
 
 def cut_frames(schema: Schema, tiles: Iterable[TileChange]) -> Iterator[list[TileChange]]:
@@ -105,7 +157,7 @@ def cut_frames(schema: Schema, tiles: Iterable[TileChange]) -> Iterator[list[Til
     entries = nbytes = 0
     for tile in tiles:
         spec = schema.tensors[tile.tensor_id]
-        tile_nbytes = int(schema.grids[tile.tensor_id].tile_words(np.array([tile.tile]))[0]) * spec.word_nbytes
+        tile_nbytes = schema.num_tile_words(tile.tensor_id, tile.tile) * spec.word_nbytes
         if pending:
             first = schema.tensors[pending[0].tensor_id]
             other = (first.layer, first.word_nbytes) != (spec.layer, spec.word_nbytes)
@@ -121,48 +173,48 @@ def cut_frames(schema: Schema, tiles: Iterable[TileChange]) -> Iterator[list[Til
 
 def mask_frame(schema: Schema, tiles: list[TileChange]) -> MaskedFrame:
     """Entries and digest sums of the tiles of one frame."""
+    first = schema.tensors[tiles[0].tensor_id]
     ids = np.array([t.tensor_id for t in tiles], dtype=np.uint32)
     numbers = np.array([t.tile for t in tiles], dtype=np.uint32)
-    counts = np.array([len(t.positions) for t in tiles], dtype=np.uint32)
-    positions = np.concatenate([t.positions for t in tiles])
     old, new = np.concatenate([t.old for t in tiles]), np.concatenate([t.new for t in tiles])
-    stops = np.cumsum(counts, dtype=np.int64)
-    change: dict[int, Lanes] = {}
-    touched_old: dict[int, Lanes] = {}
-    for a, b in runs_of_equal(ids):
-        tensor_id = int(ids[a])
-        span = slice(int(stops[a]) - int(counts[a]), int(stops[b - 1]))
-        flat = schema.grids[tensor_id].flat_index(np.repeat(numbers[a:b], counts[a:b]), positions[span])
-        weights = WordWeights.of(flat, schema.tensors[tensor_id].word_nbytes)
-        change[tensor_id] = weights.change(old[span], new[span])
-        touched_old[tensor_id] = weights.lanes(old[span])
-    first = schema.tensors[tiles[0].tensor_id]
     entries = Entries(
         first.word_nbytes,
         ids,
         numbers,
         schema.tile_words(ids, numbers),
-        counts,
-        positions.astype(np.uint32),
+        np.array([len(t.positions) for t in tiles], dtype=np.uint32),
+        np.concatenate([t.positions for t in tiles], dtype=np.uint32, casting="unsafe"),
         old ^ new,
     )
-    return MaskedFrame(first.layer, entries, change, touched_old)
+    touched, (before, after) = sums_of(schema, entries, old, new)
+    change = dict(zip(touched, lanes_of(after - before), strict=True))
+    return MaskedFrame(first.layer, entries, change, dict(zip(touched, lanes_of(before), strict=True)))
 
 
-def word_sums(schema: Schema, entries: Entries, values: np.ndarray) -> dict[int, Lanes]:
-    """Digest sums, per tensor id, of any values at the words of some entries.
+def sums_of(schema: Schema, entries: Entries, *columns: np.ndarray) -> tuple[list[int], list[np.ndarray]]:
+    """Digest sums, by tensor, of any values at the words of some entries.
 
     Args:
         schema: The run's schema.
         entries: Which words.
-        values: ``<u{w}`` ``[n]``, in the order of the entries.
+        columns: Sets of values, each ``<u{w}`` ``[n]``, in the order of the entries.
+
+    Returns:
+        The tensor ids, and for each column uint64 ``[len(ids), 2]``.
     """
     stops = np.cumsum(entries.counts, dtype=np.int64)
-    out: dict[int, Lanes] = {}
-    for a, b in runs_of_equal(entries.tensor_ids):
-        tensor_id = int(entries.tensor_ids[a])
-        span = slice(int(stops[a]) - int(entries.counts[a]), int(stops[b - 1]))
-        tiles = np.repeat(entries.tiles[a:b], entries.counts[a:b])
-        flat = schema.grids[tensor_id].flat_index(tiles, entries.positions[span])
-        out[tensor_id] = WordWeights.of(flat, entries.word_nbytes).lanes(values[span])
-    return out
+    runs = runs_of_equal(entries.tensor_ids)
+    bounds = [0, *(int(stops[b - 1]) for _, b in runs)]
+    ids = [int(entries.tensor_ids[a]) for a, _ in runs]
+    flat = [
+        schema.grids[i].flat_words(entries.tiles[a:b], entries.counts[a:b], entries.positions[lo:hi])
+        for i, (a, b), lo, hi in zip(ids, runs, bounds[:-1], bounds[1:], strict=True)
+    ]
+    words = flat[0] if len(flat) == 1 else np.concatenate(flat) if flat else np.empty(0, np.int64)
+    return ids, sums_by_segment(words, entries.word_nbytes, bounds, columns)
+
+
+def word_sums(schema: Schema, entries: Entries, values: np.ndarray) -> dict[int, Lanes]:
+    """As ``sums_of``, of one set of values, by tensor id."""
+    ids, (sums,) = sums_of(schema, entries, values)
+    return dict(zip(ids, lanes_of(sums), strict=True))

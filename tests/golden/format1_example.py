@@ -65,7 +65,12 @@ def with_example(text: str) -> str:
 
 def example_text() -> str:
     """The example as Markdown."""
-    out = []
+    out = ["Its tensors, as words in hexadecimal (most significant digit first), row-major:\n\n```text\n"]
+    for run in write_example(MemorySink()):
+        for name, words in run.words.items():
+            shown = " ".join(f"{w:0{2 * words.itemsize}x}" for w in words.tolist())
+            out.append(f"version {run.lineage.version}, {name}: {shown}\n")
+    out.append("```\n\n")
     for key, data in example_objects().items():
         out.append(f"Object `{key}`, {len(data)} bytes, xxh3-128 `{content_digest(data).hex()}`:\n\n")
         out.append("```hex\n" + "".join(_lines(data)) + "```\n\n")
@@ -78,7 +83,7 @@ def _lines(data: bytes) -> Iterator[str]:
     for at in range(0, len(data), 16):
         row = data[at : at + 16]
         shown = "".join(chr(b) if 32 <= b < 127 else "." for b in row)
-        yield f"{row.hex(' '):<47} | {shown}\n"
+        yield f"{row.hex(' '):<47} | {shown}".rstrip() + "\n"
 
 
 def _fields(key: str, data: bytes) -> list[str]:

@@ -174,7 +174,7 @@ class Run:
         return (
             map(self._anchor_frame, _by_layer(self.schema, tiles))
             if anchor
-            else map(lambda t: mask_frame(self.schema, t), cut_frames(self.schema, tiles))
+            else (mask_frame(self.schema, t) for t in cut_frames(self.schema, tiles))
         )
 
     def _tiles(

@@ -1,6 +1,7 @@
 """A small publisher for tests: publications made from plain arrays, straight through the format's own modules.
 
-Independent of ``megasync.trainer``: it masks with numpy, sums digests with ``bytes_lanes`` and writes with ``versions.head``.
+Independent of ``megasync.trainer``: it masks with numpy, sums digests with ``bytes_lanes`` and writes with
+``versions.head``.
 """
 
 from __future__ import annotations

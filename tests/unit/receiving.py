@@ -112,6 +112,10 @@ class PlainEngine(Engine):
         self.events.append(("resume", version))
         self.on_resume(version)
 
+    def holds(self, version: int) -> None:
+        if self.events:  # the join is not of interest
+            self.events.append(("holds", version))
+
     def quarantine(self, reason: str) -> None:
         self.events.append("quarantine")
 

@@ -213,6 +213,23 @@ def test_status_that_cannot_be_written_stops_the_update_before_any_write(tmp_pat
     assert world.engine.events == []
 
 
+def test_status_that_cannot_be_written_after_the_proof_does_not_undo_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "d").mkdir()
+    world = World(tmp_path / "d" / "s")
+
+    def lose_disk(version: int) -> None:
+        (tmp_path / "d" / "s").unlink()
+        (tmp_path / "d").rmdir()
+
+    world.engine.on_resume = lose_disk
+    assert world.applier.update().version == 1
+    assert (world.applier.version, world.applier.ready) == (1, True)
+    assert "still says 'updating', not 'serving'" in caplog.text
+    assert world.holds(world.new)
+
+
 def test_engine_that_cannot_pause_is_resumed_on_its_old_version(tmp_path: Path) -> None:
     world = World(tmp_path / "s")
 

@@ -122,6 +122,7 @@ def test_case_7_step_without_changes_advances_the_version() -> None:
     run.step()
     result = applier.update()
     assert (result.versions, result.version) == ((1, 2, 3), 3)
+    assert engine.events == ["pause", ("resume", 1), ("holds", 2), "pause", ("resume", 3)]
     require_words(engine, run.words[3])
 
 

@@ -103,7 +103,7 @@ def test_sparse_planes_are_those_of_the_specification() -> None:
         np.array([1, 0x0203, 4, 5], "<u2"),
     )
     planes = codec_by_name("sparse").encode(e).planes
-    assert planes[0] == bytes([3, 0, 0, 0, 1, 0, 0, 0])
+    assert planes[0] == bytes([3, 1, 0, 0, 0, 0, 0, 0])  # lowest bytes first
     gaps = [0, 299, 65234, 5]
     assert planes[1] == bytes(g & 255 for g in gaps)
     assert planes[2] == bytes(g >> 8 for g in gaps)

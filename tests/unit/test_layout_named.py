@@ -125,3 +125,10 @@ def test_shapes_that_do_not_divide_are_refused(build: Callable[[], object]) -> N
 def test_copies_of_another_rank_have_no_primary() -> None:
     layout = N.as_copy(N.column_parallel((8, 4), word_nbytes=2, storage="s", tp_rank=0, tp_size=2))
     assert [r.primary for r in layout.records] == [False]
+
+
+def test_case_48_a_four_dimensional_expert_stack_is_mapped() -> None:
+    case = next(c for c in ALL if c.name == "moe-bf16-trtllm-block-major")
+    live = case.load({n: torch.zeros(s, dtype=d) for n, (s, d) in case.specs.items()})
+    assert tuple(live["w13"].shape) == (3, 2, 256, 64)
+    check_layouts(case.layouts, case.load, case.specs, seed=1)

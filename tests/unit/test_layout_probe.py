@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.errors import FormatError, PlanError
-from megasync.layout import Layout, ProbedPlan, probe, verify_on
+from megasync.layout import Layout, ProbedPlan, probe
 from megasync.layout.conformance import check_plan
 from megasync.layout.probe_fit import MAX_COPIES, digits_of, runs_of
 from megasync.layout.probe_patterns import ALPHABETS, random_tensor
@@ -314,7 +314,7 @@ def test_loaders_may_change_what_they_are_given() -> None:
     assert probe(load, {"w": ((24, 20), BF16)}).mapped == {"w"}
 
 
-def test_case_31_empty_live_parameters_are_reported() -> None:
+def test_empty_live_parameters_are_reported() -> None:
     # The engine gives the weight to an opaque handle and keeps an empty parameter.
     plan = one(lambda w: {"weight": torch.empty(0), "bias": torch.zeros(4)})
     assert plan.empty == ("weight",)
@@ -415,15 +415,15 @@ def layer_specs(index: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 def test_a_plan_of_one_layer_is_verified_on_others() -> None:
     plan = probe(layer(0), layer_specs(0), num_draws=1)
     other = plan.renamed(lambda n: n.replace("layers.0", "layers.7"), lambda n: n.replace("model.0", "model.7"))
-    verify_on(other, layer(7), layer_specs(7))
+    other.verify_on(layer(7), layer_specs(7))
     with pytest.raises(ValueError, match="become equal"):
         plan.renamed(lambda n: "same", lambda n: n)
     with pytest.raises(PlanError, match="other canonical tensors"):
-        verify_on(plan, layer(7), layer_specs(7))
+        plan.verify_on(layer(7), layer_specs(7))
     with pytest.raises(PlanError, match="does not hold here"):
-        verify_on(other, layer(7, tiles=False), layer_specs(7))
+        other.verify_on(layer(7, tiles=False), layer_specs(7))
     with pytest.raises(PlanError, match="live tensors are not those"):
-        verify_on(other, lambda w: {"x": layer(7)(w)["model.7.w13"]}, layer_specs(7))
+        other.verify_on(lambda w: {"x": layer(7)(w)["model.7.w13"]}, layer_specs(7))
 
     def one_more(w: Tensors) -> dict[str, torch.Tensor]:
         out = layer(7)(w)
@@ -431,7 +431,7 @@ def test_a_plan_of_one_layer_is_verified_on_others() -> None:
         return out
 
     with pytest.raises(PlanError, match=r"layers\.7\.gate"):
-        verify_on(other, one_more, layer_specs(7))
+        other.verify_on(one_more, layer_specs(7))
 
 
 def test_verification_sees_live_bytes_that_the_plan_does_not_know() -> None:
@@ -442,7 +442,7 @@ def test_verification_sees_live_bytes_that_the_plan_does_not_know() -> None:
     plan = probe(load(False), specs)
     assert plan.mapped == {"w"}
     with pytest.raises(PlanError, match="max"):
-        verify_on(plan, load(True), specs)
+        plan.verify_on(load(True), specs)
 
 
 def test_plans_are_saved_under_their_digest(tmp_path: Path) -> None:

@@ -269,5 +269,5 @@ def test_backends_are_chosen_by_name_rule_or_callable() -> None:
     assert make_backend(binding, "auto").name == make_backend(binding, "cpu").name == "cpu"
     made = make_backend(binding, "cpu")
     assert make_backend(binding, lambda b: made) is made
-    with pytest.raises(ValueError, match="unknown; known: auto, cpu"):
+    with pytest.raises(ValueError, match="unknown; known: auto, cpu, mask"):
         make_backend(binding, "warp")

@@ -241,3 +241,25 @@ def test_case_88_rank_that_never_comes_ends_in_an_error() -> None:
     with pytest.raises(threading.BrokenBarrierError):
         world.appliers[0].join()
     assert not world.appliers[0].ready
+
+
+def test_following_ends_on_all_ranks_when_one_is_stopped() -> None:
+    world = World(2)
+    world.join()
+    world.publish(0.1, seed=3)
+    stops = [threading.Event(), threading.Event()]
+    looks = [0]
+
+    def wait(seconds: float) -> None:
+        looks[0] += 1
+        if looks[0] == 3:
+            stops[1].set()
+
+    calls = [
+        lambda a=a, s=s: a.follow(s, poll_s=1, wait=wait if s is stops[1] else lambda seconds: None)  # type: ignore[misc]
+        for a, s in zip(world.appliers, stops, strict=True)
+    ]
+    assert on_ranks(calls) == [None, None]
+    assert not stops[0].is_set()
+    assert [a.version for a in world.appliers] == [1, 1]
+    world.check(world.words)

@@ -1,4 +1,5 @@
-"""Any torch module as an engine: names, rules, casts, tied weights, and everything that does not fit listed at plan time."""
+"""Any torch module as an engine: names, rules, casts, tied weights, and everything that does not fit listed at plan
+time."""
 
 from __future__ import annotations
 

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-transformers = pytest.importorskip("transformers")
-
 from safetensors.torch import load_file, save_file
 
 from megasync.adapters.torch_module_hf import TransformersEngine
@@ -23,6 +20,8 @@ from megasync.receiver.applier import Applier
 from megasync.sinks.memory import MemorySink
 from megasync.types import TensorSpec
 from tests.unit.publishing import Publisher, changed, make_schema, spec
+
+transformers = pytest.importorskip("transformers")
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 SIZES = {

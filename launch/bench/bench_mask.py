@@ -1,0 +1,157 @@
+"""Mask, compaction, digests and snapshot update of one trainer rank's share, snapshot in HBM and in pinned memory (P2).
+
+``python -m launch.bench.bench_mask`` on a GPU. Checked: the snapshot equals the live bytes afterwards, and the planes
+of the second word size scatter back to the old bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from launch.bench.gpu_rank import CHANGED, DEVICE, Report, sample
+from launch.bench.rows import RESULTS, RowWriter
+from launch.bench.workload import Shape, owner_share
+from megasync.kernels.compact import compact_
+from megasync.kernels.compact_plan import CompactPlan, plan_compact
+from megasync.kernels.compact_runs import Region
+from megasync.kernels.scatter_plan import Tiles
+from megasync.tiles import tile_grid
+from megasync.types import TensorSpec
+
+OWNERS = 64
+
+
+def build_plans(shape: Shape, arena: torch.Tensor) -> tuple[list[CompactPlan], list[Region], int]:
+    """Plans of both word sizes over live tensors carved from ``arena``; also their regions and the snapshot's bytes."""
+    share = owner_share(shape, OWNERS, 3)
+    at = snapshot = 0
+    plans, all_regions = [], []
+    for w in (1, 2):
+        mine = [(spec, tiles) for spec, tiles in share if spec.word_nbytes == w]
+        tensors, starts, extents, regions = [], [], [], []
+        for i, (spec, tiles) in enumerate(mine):
+            first, size = tile_grid(spec).boxes(tiles)
+            live, at = _live(spec, len(tiles), first, size, arena, at)
+            for box, extent, view in zip(first.tolist(), size.tolist(), live, strict=True):
+                tensors.append(i)
+                pad = 2 - len(box)
+                starts.append([0] * pad + box)
+                extents.append([1] * pad + extent)
+                regions.append(Region(len(tensors) - 1, tuple(box), view, snapshot))
+                snapshot += -(-view.numel() * w // 16) * 16
+        tiles = Tiles(np.array(tensors), np.array(starts), np.array(extents))
+        plans.append((w, [s.shape for s, _ in mine], tiles, regions))
+        all_regions += regions
+    made = [plan_compact(w, shapes, tiles, regions, snapshot) for w, shapes, tiles, regions in plans]
+    return made, all_regions, snapshot
+
+
+def _live(
+    spec: TensorSpec, num: int, first: np.ndarray, size: np.ndarray, arena: torch.Tensor, at: int
+) -> tuple[list[torch.Tensor], int]:
+    """Views of a tensor's owned tiles: of the whole tensor where all are owned, else of the tile alone."""
+    dtype = torch.uint8 if spec.word_nbytes == 1 else torch.int16
+    if num == tile_grid(spec).num_tiles:
+        whole = arena[at : at + spec.nbytes].view(dtype).view(spec.shape)
+        cuts = [tuple(slice(a, a + b) for a, b in zip(f, s, strict=True)) for f, s in zip(first, size, strict=True)]
+        return [whole[c] for c in cuts], at + -(-spec.nbytes // 256) * 256
+    out = []
+    for extent in size.tolist():
+        nbytes = int(np.prod(extent)) * spec.word_nbytes
+        out.append(arena[at : at + nbytes].view(dtype).view(extent))
+        at += -(-nbytes // 256) * 256
+    return out, at
+
+
+def fill(snapshot: torch.Tensor, regions: list[Region]) -> None:
+    """Brings the snapshot to the live bytes."""
+    for r in regions:
+        n = r.live.numel() * r.live.element_size()
+        target = snapshot[r.snapshot_offset : r.snapshot_offset + n]
+        target.view(r.live.dtype).view(r.live.shape).copy_(r.live)
+
+
+def run(shape: Shape, report: Report, *, pinned: bool) -> None:
+    """P2 in HBM, then from pinned memory."""
+    arena = torch.empty(int(7.4e9 * max(0.05, shape.num_layers / 78)) // 8 * 8, dtype=torch.uint8, device=DEVICE)
+    arena.view(torch.int64).random_()
+    plans, regions, nbytes = build_plans(shape, arena)
+    live = sum(p.nbytes for p in plans)
+    classes = {v: len(ids) for p in plans for v, ids, _ in p.classes}
+    print(
+        f"{live / 1e9:.2f} GB live, {len(regions)} tiles, {sum(len(p.rows) for p in plans)} pieces by vector {classes}"
+    )
+    snapshot = torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE)
+    fill(snapshot, regions)
+    place = torch.randint(0, arena.numel(), (int(arena.numel() * CHANGED),), device=DEVICE).unique()
+    value = torch.randint(1, 256, (len(place),), dtype=torch.uint8, device=DEVICE)
+    lanes = [torch.zeros((p.num_tensors, 4), dtype=torch.int64, device=DEVICE) for p in plans]
+
+    def change() -> None:
+        arena[place] ^= value
+
+    def compact(source: torch.Tensor, span: int | None = None) -> list:
+        return [part for p, x in zip(plans, lanes, strict=True) for part in compact_(p, source, x, span_nbytes=span)]
+
+    change()
+    parts = compact(snapshot)
+    entries = sum(part.planes.entries.shape[1] for part in parts)
+    wire = sum(part.planes.entries.numel() + part.planes.counts.numel() * 4 for part in parts)
+    sums = [x.clone() for x in lanes]
+    change()
+    compact(snapshot)
+    # There and back: what the second pass adds to the sums undoes the first.
+    assert all(not bool(x[:, 2:].any()) for x in lanes), "sums of a change and of its undoing do not cancel"
+    assert all(bool(x.any()) for x in sums)
+    check = torch.zeros_like(snapshot)
+    fill(check, regions)
+    assert torch.equal(check, snapshot), "the snapshot is not the live bytes"
+    print(f"{entries / 1e6:.2f} M entries, {wire / 1e6:.1f} MB of planes")
+    sector = 32 * entries
+    report.add(
+        "P2 floor: copy of the share", sample(lambda x=check: x.copy_(snapshot)), nbytes_in=nbytes, nbytes_out=nbytes
+    )
+    del check
+    common = {"nbytes_in": 2 * live, "nbytes_out": sector + wire, "density": CHANGED}
+    for span in (1 << 28, 1 << 29, 1 << 30, 2 << 30):
+        report.add(
+            f"P2 mask + compact + sums + snapshot, HBM, span {span >> 20} MiB",
+            sample(lambda s=span: compact(snapshot, s), reset=change),
+            **common,
+        )
+    report.add("P2 nothing changed, HBM", sample(lambda: compact(snapshot)), nbytes_in=2 * live, nbytes_out=0)
+    if pinned:
+        host = torch.empty(snapshot.shape, dtype=torch.uint8, pin_memory=True)
+        host.copy_(snapshot)
+        floor = sample(lambda: snapshot.copy_(host, non_blocking=True), num=3)
+        report.add("P2 floor: PCIe up", floor, nbytes_in=live, nbytes_out=0)
+        for span in (1 << 26, 1 << 27):
+            report.add(
+                f"P2 mask + compact + sums + snapshot, pinned, span {span >> 20} MiB",
+                sample(lambda s=span: compact(host, s), reset=change, num=3),
+                **common,
+            )
+        fill(snapshot, regions)
+        assert torch.equal(host.to(DEVICE), snapshot), "the pinned snapshot is not the live bytes"
+
+
+def main() -> None:
+    """Runs all and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ratio", type=float, default=1.0, help="share of the full model")
+    parser.add_argument("--no-pinned", action="store_true")
+    parser.add_argument("--out", default=str(RESULTS / "mask-gpu.jsonl"))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    with RowWriter(Path(args.out), "mask") as writer:
+        report = Report(writer)
+        run(Shape().scaled(args.ratio), report, pinned=not args.no_pinned)
+    print("\n".join(report.lines))
+
+
+if __name__ == "__main__":
+    main()

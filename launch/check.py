@@ -1,0 +1,49 @@
+"""Composes and checks the configuration before anything starts, and makes the output folder ready.
+
+    python launch/check.py [overrides]
+
+Prints the number of trainer ranks and the output folder for launch/demo.sh. Exit status 2: the configuration cannot run,
+with what to do on stderr.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.checks import check
+from launch.compose import compose
+
+_FOLDERS = ("samples", "sink")
+_FILES = ("trainer.jsonl", "rollout.jsonl", "trainer.log", "rollout.log", "report.json", "picture.svg", "picture.png")
+
+
+def clear(out: Path) -> None:
+    """Make the output folder and remove what an earlier run left in it, and nothing else."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in _FOLDERS:
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in _FILES:
+        (out / name).unlink(missing_ok=True)
+
+
+def main(overrides: list[str]) -> int:
+    """Check, clear, print.
+
+    Returns:
+        Exit status.
+    """
+    try:
+        s = check(compose(overrides))
+    except ValueError as e:
+        print(e, file=sys.stderr)
+        return 2
+    clear(Path(s.out))
+    print(s.parallel.ranks, s.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

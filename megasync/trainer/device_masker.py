@@ -1,0 +1,220 @@
+"""The mask stage on a device: a side stream behind the next forward and backward, a thread that drives it, and the fence.
+
+A pass reads live weights from a mark on the compute stream on (step end, or the end of a late chunk's first forward), finds
+and emits changed words span by span, and brings their planes down to pinned memory. ``fence`` lets the compute stream wait
+for the last read before the optimizer writes. Frames are encoded on further threads, so that a slow sink never keeps a pass
+from landing. With tensors on the CPU the kernels' reference runs, in the same order. Must not import receiver or an adapter.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import torch
+
+from megasync.kernels.compact import CompactPart, compact_
+from megasync.schema import Schema
+from megasync.telemetry import Telemetry
+from megasync.trainer.device_arena import Landings
+from megasync.trainer.device_masked import DeviceMasked, Landed
+from megasync.trainer.device_plan import (
+    NUM_LANDINGS,
+    NUM_STAGING_SLOTS,
+    Compaction,
+    landing_nbytes,
+    plan_compactions,
+)
+from megasync.trainer.device_stream import Mark, SideStream
+from megasync.trainer.masker import Masked, Masker
+from megasync.trainer.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+_Job = tuple[DeviceMasked, int, Mark]
+_COMING_DOWN = 2  # spans whose planes are held on the device until they are in host memory
+
+
+class DeviceMasker(Masker):
+    """See the module docstring.
+
+    Args:
+        schema: The run's schema.
+        snapshot: Seeded; its regions name the live memory.
+        device: Where the live weights are.
+        codec: Codec name or ``auto``.
+        algorithm: Digest algorithm of the format.
+        telemetry: Where times go: ``held`` (compute stream blocked, device time), ``pass`` (device time of passes),
+            ``landing`` (host, waiting for planes), ``codec`` (host, encoder's thread).
+        num_threads: Threads of the outer codec.
+        landing: Bytes of a landing arena; by default ``landing_nbytes`` of the snapshot.
+
+    *Memory*: two landing arenas and the tables, made here; passes reuse them.
+    """
+
+    can_defer = True
+
+    def __init__(
+        self,
+        schema: Schema,
+        snapshot: Snapshot,
+        device: torch.device,
+        *,
+        codec: str,
+        algorithm: int,
+        telemetry: Telemetry,
+        num_threads: int = 4,
+        landing: int | None = None,
+    ) -> None:
+        self._schema, self._snapshot, self._device, self._telemetry = schema, snapshot, device, telemetry
+        self._codec, self._algorithm = codec, algorithm
+        self._compactions, self._copies = plan_compactions(schema, snapshot, device)
+        self._chunks = sorted({c.chunk for c in self._compactions})
+        size = landing_nbytes(snapshot.nbytes) if landing is None else landing
+        self._landings = Landings(NUM_LANDINGS, size, device)
+        self._side, self._down = SideStream(device), SideStream(device)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._running: DeviceMasked | None = None
+        self._open: deque[DeviceMasked] = deque(maxlen=4 * NUM_LANDINGS)
+        self._holds: deque[tuple[str, Mark, Mark]] = deque()
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="megasync-encode")
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-codec")
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="megasync-mask", daemon=True)
+        self._thread.start()
+
+    def begin(self, late: Collection[int] = ()) -> Masked:
+        """See ``Masker.begin``. *Stream*: the current one is the compute stream; volatile weights are copied on it."""
+        self.fence()  # of a pass that no optimizer step has followed: its volatile copies are about to be overwritten
+        self._collect_times()
+        masked = DeviceMasked(self._schema, self._chunks, late)
+        if self._copies:
+            before = Mark(self._device)
+            for copy in self._copies:
+                copy.buffer.copy_(copy.live, non_blocking=True)
+            self._holds.append(("held", before, Mark(self._device)))
+        self._running = masked
+        start = Mark(self._device)
+        if not self._chunks:
+            self._jobs.put((masked, -1, start))
+        for chunk in self._chunks:
+            if chunk not in masked.waiting:
+                self._jobs.put((masked, chunk, start))
+        return masked
+
+    @property
+    def armed(self) -> frozenset[int]:
+        """See ``Masker.armed``."""
+        return frozenset(self._running.waiting) if self._running is not None else frozenset()
+
+    def start_chunk(self, chunk: int) -> None:
+        """See ``Masker.start_chunk``."""
+        masked = self._running
+        if masked is None or chunk not in masked.waiting:
+            return
+        masked.waiting.remove(chunk)
+        if chunk in self._chunks:
+            self._jobs.put((masked, chunk, Mark(self._device)))
+
+    def start_rest(self) -> None:
+        """See ``Masker.start_rest``."""
+        for chunk in sorted(self.armed):
+            self.start_chunk(chunk)
+
+    def fence(self) -> None:
+        """See ``Masker.fence``. The host waits until the last read is queued, the compute stream until it is done.
+
+        Every late chunk must have begun.
+        """
+        masked = self._running
+        if masked is None:
+            return
+        assert not masked.waiting, f"chunks {sorted(masked.waiting)} have not begun: start_rest comes before the fence"
+        self._running = None
+        before = Mark(self._device)
+        read = masked.wait_issued()
+        if read is not None:
+            read.hold()
+        self._holds.append(("held", before, Mark(self._device)))
+
+    def undo(self, passes: Iterable[Masked]) -> None:
+        """See ``Masker.undo``. *Stream*: the mask's; done when it returns."""
+        with self._side.current():
+            self._side.synchronize()
+            for one in passes:
+                for entries in one.entries():
+                    self._snapshot.xor_(entries)
+            self._side.synchronize()
+
+    def close(self) -> None:
+        """See ``Masker.close``. Waits until the device has left the snapshot alone."""
+        if self._closed:
+            return
+        self._closed = True
+        self._landings.close()
+        if self._running is not None and self._running.waiting:
+            self._running.fail(RuntimeError("the publisher was closed before every model chunk was read"))
+        self._jobs.put(None)
+        self._thread.join()
+        self._encoder.shutdown(wait=True)
+        self._pool.shutdown(wait=True)
+        self._side.synchronize()
+        self._collect_times()
+
+    def _work(self) -> None:
+        """The mask thread: chunks of passes in the order they began."""
+        with self._side.current():
+            while (job := self._jobs.get()) is not None:
+                masked, chunk, start = job
+                try:
+                    self._read_chunk(masked, chunk, start)
+                except BaseException as e:
+                    masked.error = masked.error or e
+                    log.exception("megasync: masking model chunk %d failed", chunk)
+                masked.num_left -= 1
+                if masked.num_left <= 0:
+                    self._finish(masked)
+
+    def _read_chunk(self, masked: DeviceMasked, chunk: int, start: Mark) -> None:
+        if masked.landing is None:
+            masked.landing = self._landings.take()
+        if masked.error is not None:
+            return
+        start.hold()
+        if masked.begun is None:
+            masked.begun = Mark(self._device)
+        for compaction in self._compactions:
+            if compaction.chunk == chunk:
+                self._compact(masked, compaction)
+
+    def _compact(self, masked: DeviceMasked, compaction: Compaction) -> None:
+        """One compaction; planes come down beside the next span."""
+        assert masked.landing is not None
+        counts = masked.landing.take((len(compaction.plan.segment_words),), torch.int32)
+        counts.zero_()  # of segments that an error keeps from being read
+        landed = Landed(compaction, counts, masked.landing.take(tuple(compaction.lanes.shape), torch.int64))
+        masked.landed.append(landed)
+        compaction.lanes.zero_()
+        coming: deque[tuple[CompactPart, Mark]] = deque()
+        for part in compact_(
+            compaction.plan, self._snapshot.arena, compaction.lanes, num_slots=NUM_STAGING_SLOTS
+        ):
+            emitted = Mark(self._device)
+            with self._down.current():
+                emitted.hold()
+                self._bring_down(masked, landed, part)
+                coming.append((part, Mark(self._device)))
+            if len(coming) > _COMING_DOWN:
+                coming.popleft()[1].wait()
+        summed = Mark(self._device)
+        with self._down.current():
+            summed.hold()
+            landed.lanes.copy_(compaction.lanes, non_blocking=True)
+            coming.append((CompactPart(part.span, part.planes), Mark(self._device)))
+        masked.read = Mark(self._device)
+        masked.coming.extend(mark for _, mark in coming)

@@ -1,0 +1,150 @@
+"""What the device's mask stage prepares once: compactions by chunk and word size, and buffers for volatile weights.
+
+Between snapshot and the first pass. Addresses of live weights, snapshot and buffers go into the tables here and never move
+afterwards, so a captured graph stays valid. Must not import receiver or an adapter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megasync.kernels.compact import SPAN_NBYTES, STAGED_SPAN_NBYTES
+from megasync.kernels.compact_plan import CompactPlan, plan_compact
+from megasync.kernels.compact_runs import PIECE_COLUMNS, Region as LiveBox
+from megasync.kernels.scatter_plan import Tiles
+from megasync.schema import Schema
+from megasync.trainer.device_frames import TileTable
+from megasync.trainer.regions import Region
+from megasync.trainer.snapshot import SAME_SIZE, Snapshot
+from megasync.types import SEGMENT_WORDS
+
+NUM_LANDINGS = 2
+"""Landing arenas: one lands while the one before is encoded."""
+
+LANDING_RATIO = 1 / 16
+"""Size of a landing arena over owned bytes; a denser pass goes on into ordinary memory."""
+
+MIN_LANDING_NBYTES = 1 << 20
+NUM_STAGING_SLOTS = 3
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """The tiles of one word size in one model chunk.
+
+    Attributes:
+        chunk: Model chunk.
+        plan: Tables of the kernel.
+        table: The same tiles, for the encoder.
+        lane_ids: Schema id of each tensor of the plan.
+        lanes: int64 ``[num_tensors, 4]`` on the device, cleared by every pass.
+    """
+
+    chunk: int
+    plan: CompactPlan
+    table: TileTable
+    lane_ids: np.ndarray
+    lanes: torch.Tensor
+
+
+@dataclass(frozen=True)
+class VolatileCopy:
+    """A buffer that takes the place of a weight which may be written again before the pass has read it.
+
+    Attributes:
+        live: The weight, any strides.
+        buffer: Its copy, same dtype and shape, on the device.
+    """
+
+    live: torch.Tensor
+    buffer: torch.Tensor
+
+
+def buffered(region: Region, device: torch.device) -> bool:
+    """Whether a region is copied at step end: volatile, or not on the device that is read."""
+    return region.volatile or region.data.device != device
+
+
+def plan_compactions(
+    schema: Schema, snapshot: Snapshot, device: torch.device
+) -> tuple[list[Compaction], list[VolatileCopy]]:
+    """Make the tables.
+
+    Args:
+        schema: The run's schema.
+        snapshot: Its regions name the live memory.
+        device: Where the live weights are.
+
+    Returns:
+        Compactions by (chunk, word size), and what to copy at every step end.
+    """
+    copies: list[VolatileCopy] = []
+    by_tile: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i, region in enumerate(snapshot.regions):
+        by_tile[region.tensor_id, region.tile].append(i)
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for key, members in sorted(by_tile.items()):
+        chunk = max(snapshot.regions[i].chunk for i in members)  # a tile is read whole, with the last of its parts
+        groups[chunk, schema.tensors[key[0]].word_nbytes].append(key)
+    out = []
+    for (chunk, w), keys in sorted(groups.items()):
+        ids = np.array([t for t, _ in keys], dtype=np.uint32)
+        numbers = np.array([n for _, n in keys], dtype=np.uint32)
+        lane_ids, local = np.unique(ids, return_inverse=True)
+        axes = max(len(schema.grids[t].shape) for t in lane_ids.tolist())
+        starts, extents = np.zeros((len(keys), axes), np.int64), np.ones((len(keys), axes), np.int64)
+        for row, t in enumerate(lane_ids.tolist()):
+            mine = local == row
+            a, b = schema.grids[t].boxes(numbers[mine])
+            starts[mine, axes - a.shape[1] :], extents[mine, axes - a.shape[1] :] = a, b
+        boxes = []
+        for row, key in enumerate(keys):
+            for i in by_tile[key]:
+                live = _read_place(snapshot.regions[i], w, device, copies)
+                boxes.append(LiveBox(row, snapshot.regions[i].box.start, live, int(snapshot.offsets[i])))
+        shapes = [schema.grids[t].shape for t in lane_ids.tolist()]
+        tiles = Tiles(local.astype(np.int64), starts, extents)
+        plan = plan_compact(w, shapes, tiles, boxes, snapshot.nbytes)
+        lanes = torch.zeros((len(lane_ids), 4), dtype=torch.int64, device=device)
+        out.append(Compaction(chunk, plan, TileTable(w, ids, numbers, extents.prod(axis=1)), lane_ids, lanes))
+    return out, copies
+
+
+def _read_place(region: Region, w: int, device: torch.device, copies: list[VolatileCopy]) -> torch.Tensor:
+    """Where a pass reads a region's words."""
+    live = region.data.detach().view(SAME_SIZE[w])
+    if not buffered(region, device):
+        return live
+    buffer = torch.empty(live.shape, dtype=live.dtype, device=device)
+    copies.append(VolatileCopy(live, buffer))
+    return buffer
+
+
+def landing_nbytes(owned_nbytes: int) -> int:
+    """Size of a landing arena: counts of every segment, and changed words up to ``LANDING_RATIO``."""
+    return int(owned_nbytes * LANDING_RATIO) + 4 * (owned_nbytes // SEGMENT_WORDS) + MIN_LANDING_NBYTES
+
+
+def device_work_nbytes(regions: Iterable[Region], device: torch.device, owned_nbytes: int, *, staged: bool) -> int:
+    """Device memory that passes need beside the snapshot, for the memory plan.
+
+    Args:
+        regions: Owned regions.
+        device: Where the live weights are.
+        owned_nbytes: Their bytes.
+        staged: The snapshot is in host memory and comes up through slots.
+
+    Returns:
+        Bytes: tables, copies of volatile weights, scratches, staging slots, and planes of three spans at
+        ``LANDING_RATIO``.
+    """
+    copies = sum(r.box.num_words * r.data.element_size() for r in regions if buffered(r, device))
+    span = min(STAGED_SPAN_NBYTES if staged else SPAN_NBYTES, owned_nbytes)
+    tables = (owned_nbytes // SEGMENT_WORDS + 1) * (PIECE_COLUMNS + 8) * 8
+    slots = NUM_STAGING_SLOTS * span if staged else 0
+    return copies + tables + 2 * (span // 4) + slots + int(3 * span * LANDING_RATIO * 4)

@@ -1,0 +1,75 @@
+"""Streams and marks of a device, and their stand-ins on the CPU, where work is done when a call returns.
+
+So the mask stage has one text for both. Must import nothing of megasync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+
+class Mark:
+    """A point in the work of the stream that is current when it is made.
+
+    Args:
+        device: Whose stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+        self._at = perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def hold(self) -> None:
+        """Let the current stream wait for this point; the host goes on."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        """Let the host wait for this point."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stream has come this far."""
+        return self._event is None or self._event.query()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Time between two marks that have passed."""
+        if self._event is not None and earlier._event is not None:
+            return float(earlier._event.elapsed_time(self._event)) / 1e3
+        return self._at - earlier._at
+
+
+class SideStream:
+    """A stream of its own beside the compute stream.
+
+    Args:
+        device: Whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it this thread's current stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Let the host wait for everything queued on it."""
+        if self._stream is not None:
+            self._stream.synchronize()
