@@ -44,6 +44,11 @@ class Telemetry:
             with self._lock:
                 self.seconds[name] += perf_counter() - start
 
+    def add(self, name: str, seconds: float) -> None:
+        """Add time that was measured elsewhere (by device events, say)."""
+        with self._lock:
+            self.seconds[name] += seconds
+
     def count(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
         with self._lock:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,20 @@ class MegatronExporter(Exporter):
         took = time.perf_counter() - start
         _log.debug("forced the parameter gather of %d model chunks in %.3f s", len(late), took)
         return took
+
+    def late_chunks(self) -> tuple[int, ...]:
+        """Chunks that overlap their parameter gather with the next forward pass; see ``Exporter.late_chunks``."""
+        return tuple(i for i, c in enumerate(self._chunks) if (ddp := ddp_of(c)) is not None and _overlaps(ddp))
+
+    def after_forward(self, chunk: int, call: Callable[[], None]) -> Callable[[], None]:
+        """See ``Exporter.after_forward``; passes in evaluation mode do not count, they may run on old weights."""
+
+        def hook(module: Any, args: Any, output: Any) -> None:
+            if module.training:
+                call()
+
+        remove: Callable[[], None] = self._chunks[chunk].register_forward_hook(hook).remove
+        return remove
 
     def num_open_gathers(self, chunk: int) -> int:
         """Bucket groups of a chunk whose parameter gather since the last step has not finished.

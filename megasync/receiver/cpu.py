@@ -24,6 +24,10 @@ MASK_DENSITY = 0.125
 """Changed words from which a mask of the tile takes less memory than an offset, a position and two values a word."""
 
 
+PLACED_CHANGED = 1 << 17
+"""Changed words that are placed together: enough for a kind to fill a workspace, few enough that threads share the write."""
+
+
 class CpuPlaced(Placed):
     """Runs of changed words, and live memory as numpy words."""
 
@@ -118,20 +122,25 @@ class CpuBackend(Backend):
 
     def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:
         """See ``Backend.place``."""
-        sparse: dict[int, list[Entries]] = {}
         out: list[Placed] = []
+        pending: dict[int, list[Entries]] = {}
         for frame in frames:
             entries = frame.entries()
             if entries.num_changed >= MASK_DENSITY * entries.num_words:
                 out += mask_placed(self.binding, entries)
-            else:
-                sparse.setdefault(entries.word_nbytes, []).append(entries)
-        for parts in sparse.values():
-            runs = list(self._runs(parts))
-            if runs:
-                shared = any(p.nibble is not None for r in runs for p in r.parts)
-                out.append(CpuPlaced(self.binding, self.kinds.names, runs, shared))
+                continue
+            group = pending.setdefault(entries.word_nbytes, [])
+            group.append(entries)
+            if sum(e.num_changed for e in group) >= PLACED_CHANGED:
+                out += self._placed(pending.pop(entries.word_nbytes))
+        for group in pending.values():
+            out += self._placed(group)
         return out
+
+    def _placed(self, parts: Sequence[Entries]) -> list[Placed]:
+        runs = list(self._runs(parts))
+        shared = any(p.nibble is not None for r in runs for p in r.parts)
+        return [CpuPlaced(self.binding, self.kinds.names, runs, shared)] if runs else []
 
     def _runs(self, parts: Sequence[Entries]) -> Iterator[Run]:
         """Tiles of all frames, those of one kind together, cut where a workspace is full."""

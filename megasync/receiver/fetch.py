@@ -27,7 +27,7 @@ T = TypeVar("T")
 RANGE_NBYTES = 4 << 20
 """Stored bytes read at once; a frame is never cut."""
 
-RANGE_CHANGED = 1 << 20
+RANGE_CHANGED = 1 << 19
 """Changed words in a range, so that what is decoded from it stays small too."""
 
 GAP_NBYTES = 64 << 10

@@ -14,6 +14,7 @@ from threading import Event
 import numpy as np
 import torch
 
+from megasync.kernels.compact import CompactPart
 from megasync.schema import Schema
 from megasync.trainer.device_arena import Landing
 from megasync.trainer.device_frames import RawPlanes, Strip, cut, encode_raw
@@ -41,6 +42,15 @@ class Landed:
     lanes: torch.Tensor
     entries: list[torch.Tensor] = field(default_factory=list)
     dense: list[torch.Tensor] = field(default_factory=list)
+
+    def bring_down(self, part: CompactPart, landing: Landing) -> None:
+        """Copy a span's planes to host memory. *Stream*: the current stream; ``part`` must live until it is done."""
+        self.counts[slice(*part.span.segments)].copy_(part.planes.counts, non_blocking=True)
+        for planes, kept in ((part.planes.entries, self.entries), (part.planes.dense, self.dense)):
+            if planes.shape[1]:
+                place = landing.take(tuple(planes.shape), planes.dtype)
+                place.copy_(planes, non_blocking=True)
+                kept.append(place)
 
     def raw(self) -> RawPlanes:
         """For the encoder."""
@@ -71,25 +81,20 @@ class DeviceMasked(Masked):
         self.landed: list[Landed] = []
         self.error: BaseException | None = None
         self.begun: Mark | None = None
-        self.read: Mark | None = None
-        self._issued, self._came = Event(), Event()
+        self._read: Mark | None = None
+        self._issued = Event()
         self._delta: Future[EncodedDelta] = Future()
         self._broken: list[Entries] = []
 
     def issue(self, read: Mark | None) -> None:
         """Every read of live weights is queued; ``read`` is when the last is done."""
-        self.read = read
+        self._read = read
         self._issued.set()
 
     def wait_issued(self) -> Mark | None:
         """Wait until the last read is queued, and give its mark."""
         self._issued.wait()
-        return self.read
-
-    def came(self) -> None:
-        """Everything is in host memory, or the pass is over with an error."""
-        self._issued.set()
-        self._came.set()
+        return self._read
 
     def encode_with(self, codec: str, algorithm: int, pool: Executor) -> None:
         """Encode what came down, on the encoder's thread; afterwards the landing arena is not read any more."""
@@ -106,7 +111,7 @@ class DeviceMasked(Masked):
     def fail(self, error: BaseException) -> None:
         """The pass never ran, or nobody encodes it."""
         self.error = self.error or error
-        self.came()
+        self._issued.set()
         if not self._delta.done():
             self._delta.set_exception(self.error)
 

@@ -9,12 +9,12 @@ from landing. With tensors on the CPU the kernels' reference runs, in the same o
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from time import perf_counter
 
 import torch
 
@@ -31,13 +31,15 @@ from megasync.trainer.device_plan import (
     plan_compactions,
 )
 from megasync.trainer.device_stream import Mark, SideStream
-from megasync.trainer.masker import Masked, Masker
+from megasync.trainer.masker import HostMasker, Masked, Masker
 from megasync.trainer.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
 _Job = tuple[DeviceMasked, int, Mark]
 _COMING_DOWN = 2  # spans whose planes are held on the device until they are in host memory
+_MAX_THREADS = 8
+_CLOSE_S = 60.0
 
 
 class DeviceMasker(Masker):
@@ -80,8 +82,8 @@ class DeviceMasker(Masker):
         self._side, self._down = SideStream(device), SideStream(device)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._running: DeviceMasked | None = None
-        self._open: deque[DeviceMasked] = deque(maxlen=4 * NUM_LANDINGS)
-        self._holds: deque[tuple[str, Mark, Mark]] = deque()
+        self._coming: deque[tuple[CompactPart | None, Mark]] = deque()
+        self._times: deque[tuple[str, Mark, Mark]] = deque()
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="megasync-encode")
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-codec")
         self._closed = False
@@ -97,7 +99,7 @@ class DeviceMasker(Masker):
             before = Mark(self._device)
             for copy in self._copies:
                 copy.buffer.copy_(copy.live, non_blocking=True)
-            self._holds.append(("held", before, Mark(self._device)))
+            self._times.append(("held", before, Mark(self._device)))
         self._running = masked
         start = Mark(self._device)
         if not self._chunks:
@@ -106,11 +108,6 @@ class DeviceMasker(Masker):
             if chunk not in masked.waiting:
                 self._jobs.put((masked, chunk, start))
         return masked
-
-    @property
-    def armed(self) -> frozenset[int]:
-        """See ``Masker.armed``."""
-        return frozenset(self._running.waiting) if self._running is not None else frozenset()
 
     def start_chunk(self, chunk: int) -> None:
         """See ``Masker.start_chunk``."""
@@ -123,7 +120,7 @@ class DeviceMasker(Masker):
 
     def start_rest(self) -> None:
         """See ``Masker.start_rest``."""
-        for chunk in sorted(self.armed):
+        for chunk in sorted(self._running.waiting if self._running is not None else ()):
             self.start_chunk(chunk)
 
     def fence(self) -> None:
@@ -140,7 +137,7 @@ class DeviceMasker(Masker):
         read = masked.wait_issued()
         if read is not None:
             read.hold()
-        self._holds.append(("held", before, Mark(self._device)))
+        self._times.append(("held", before, Mark(self._device)))
 
     def undo(self, passes: Iterable[Masked]) -> None:
         """See ``Masker.undo``. *Stream*: the mask's; done when it returns."""
@@ -160,7 +157,7 @@ class DeviceMasker(Masker):
         if self._running is not None and self._running.waiting:
             self._running.fail(RuntimeError("the publisher was closed before every model chunk was read"))
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
         self._encoder.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         self._side.synchronize()
@@ -200,21 +197,70 @@ class DeviceMasker(Masker):
         landed = Landed(compaction, counts, masked.landing.take(tuple(compaction.lanes.shape), torch.int64))
         masked.landed.append(landed)
         compaction.lanes.zero_()
-        coming: deque[tuple[CompactPart, Mark]] = deque()
-        for part in compact_(
-            compaction.plan, self._snapshot.arena, compaction.lanes, num_slots=NUM_STAGING_SLOTS
-        ):
+        for part in compact_(compaction.plan, self._snapshot.arena, compaction.lanes, num_slots=NUM_STAGING_SLOTS):
             emitted = Mark(self._device)
             with self._down.current():
                 emitted.hold()
-                self._bring_down(masked, landed, part)
-                coming.append((part, Mark(self._device)))
-            if len(coming) > _COMING_DOWN:
-                coming.popleft()[1].wait()
+                landed.bring_down(part, masked.landing)
+                self._coming.append((part, Mark(self._device)))
+            while len(self._coming) > _COMING_DOWN:
+                self._coming.popleft()[1].wait()
         summed = Mark(self._device)
         with self._down.current():
             summed.hold()
             landed.lanes.copy_(compaction.lanes, non_blocking=True)
-            coming.append((CompactPart(part.span, part.planes), Mark(self._device)))
-        masked.read = Mark(self._device)
-        masked.coming.extend(mark for _, mark in coming)
+            self._coming.append((None, Mark(self._device)))
+
+    def _finish(self, masked: DeviceMasked) -> None:
+        """Every read is queued: let the fence pass, wait for the planes, hand them to the encoder."""
+        read: Mark | None = None
+        try:
+            read = Mark(self._device)
+        except BaseException as e:
+            masked.error = masked.error or e
+        masked.issue(read)
+        if read is not None and masked.begun is not None:
+            self._times.append(("pass", masked.begun, read))
+        with self._telemetry.span("landing"):
+            while self._coming:
+                try:
+                    self._coming.popleft()[1].wait()
+                except BaseException as e:
+                    masked.error = masked.error or e
+        self._encoder.submit(self._encode, masked)
+
+    def _encode(self, masked: DeviceMasked) -> None:
+        with self._telemetry.span("codec"):
+            masked.encode_with(self._codec, self._algorithm, self._pool)
+        if masked.landing is not None:
+            self._telemetry.count("landing_overflow_nbytes", masked.landing.overflow_nbytes)
+            self._landings.give(masked.landing)
+            masked.landing = None
+
+    def _collect_times(self) -> None:
+        """Add up what the device has finished timing; nothing is waited for."""
+        while self._times and self._times[0][2].passed:
+            name, before, after = self._times.popleft()
+            self._telemetry.add(name, after.seconds_since(before))
+
+
+def make_masker(
+    schema: Schema, snapshot: Snapshot, device: torch.device, codec: str, algorithm: int, telemetry: Telemetry
+) -> Masker:
+    """The mask stage for weights on a device.
+
+    Args:
+        schema: The run's schema.
+        snapshot: Seeded, from ``make_snapshot`` for the same device.
+        device: Where the live weights are.
+        codec: Codec name or ``auto``.
+        algorithm: Digest algorithm of the format.
+        telemetry: Where times go.
+    """
+    if device.type == "cpu":
+        return HostMasker(schema, snapshot)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, min(_MAX_THREADS, cores // 2))
+    return DeviceMasker(
+        schema, snapshot, device, codec=codec, algorithm=algorithm, telemetry=telemetry, num_threads=threads
+    )

@@ -7,7 +7,7 @@ implements it; nothing here knows a trainer. Must not import adapters or receive
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -105,6 +105,31 @@ class Exporter(ABC):
             Seconds that it took.
         """
         return 0.0
+
+    def late_chunks(self) -> tuple[int, ...]:
+        """Model chunks whose weights become current only during the first forward pass after a step.
+
+        Returns:
+            Chunk numbers, the same on every rank that holds replicas of them; empty where weights are current at step
+            end, or where only ``settle`` makes them so.
+        """
+        return ()
+
+    def num_open_gathers(self, chunk: int) -> int:
+        """Parts of a late chunk that are not current yet, after its first forward pass since the step."""
+        return 0
+
+    def after_forward(self, chunk: int, call: Callable[[], None]) -> Callable[[], None]:
+        """Have a function called at the end of every training forward pass of a late chunk.
+
+        Args:
+            chunk: One of ``late_chunks()``.
+            call: The function; the compute stream is current.
+
+        Returns:
+            Takes it off again.
+        """
+        raise ValueError(f"chunk {chunk} is none of the late chunks {self.late_chunks()}")
 
     def check_alive(self) -> None:  # noqa: B027
         """Check that no view has moved since ``pieces()``.

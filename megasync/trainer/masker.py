@@ -50,8 +50,8 @@ class Masker(ABC):
     """Finds what changed in the owned tiles since the last pass, and advances the snapshot.
 
     Attributes:
-        can_defer: Whether a pass may read live weights after ``begin`` has returned. Only then do ``armed`` and
-            ``fence`` mean anything.
+        can_defer: Whether a pass may read live weights after ``begin`` has returned. Only then do late chunks and the
+            fence mean anything.
     """
 
     can_defer: bool = False
@@ -66,11 +66,6 @@ class Masker(ABC):
         Returns:
             The pass. An error in it is raised by the pass's own methods, never here: the other ranks go on.
         """
-
-    @property
-    def armed(self) -> frozenset[int]:
-        """Late chunks of the running pass that have not begun."""
-        return frozenset()
 
     def start_chunk(self, chunk: int) -> None:
         """A late chunk is current: read it from here on the current stream."""
