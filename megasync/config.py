@@ -66,6 +66,8 @@ class PublishConfig:
         first_difference: What to do where the trainer's weights are not version 0.
         max_first_density: A first delta denser than this is refused: it is another model, not a step.
         sign_key: Shared key that manifests are signed with; empty for unsigned.
+        check_memory: Refuse a start whose memory plan does not fit; off, it is only logged (hosts that grow memory on
+            demand tell too little).
     """
 
     run: str = "run"
@@ -85,6 +87,7 @@ class PublishConfig:
     first_difference: FirstDifference = FirstDifference.PUBLISH
     max_first_density: float = 0.05
     sign_key: bytes = b""
+    check_memory: bool = True
 
     def __post_init__(self) -> None:
         faults = [

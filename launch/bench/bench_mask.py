@@ -24,6 +24,8 @@ from megasync.types import TensorSpec
 
 OWNERS = 64
 
+ARENA_NBYTES = 7_400_000_000 // 8 * 8
+
 
 def build_plans(shape: Shape, arena: torch.Tensor) -> tuple[list[CompactPlan], list[Region], int]:
     """Plans of both word sizes over live tensors carved from ``arena``; also their regions and the snapshot's bytes."""
@@ -77,7 +79,7 @@ def fill(snapshot: torch.Tensor, regions: list[Region]) -> None:
 
 def run(shape: Shape, report: Report, *, pinned: bool) -> None:
     """P2 in HBM, then from pinned memory."""
-    arena = torch.empty(int(7.4e9 * max(0.05, shape.num_layers / 78)) // 8 * 8, dtype=torch.uint8, device=DEVICE)
+    arena = torch.empty(ARENA_NBYTES, dtype=torch.uint8, device=DEVICE)
     arena.view(torch.int64).random_()
     plans, regions, nbytes = build_plans(shape, arena)
     live = sum(p.nbytes for p in plans)

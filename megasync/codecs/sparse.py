@@ -69,6 +69,40 @@ def counts_of(plane: memoryview) -> np.ndarray:
     return np.ascontiguousarray(rows.T).view("<u4").reshape(-1).astype(np.int64)
 
 
+def raw_planes(entries: Entries) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Entries as raw byte planes, segment by segment.
+
+    Args:
+        entries: At least one changed word in each tile.
+
+    Returns:
+        Counts (int64 ``[S]``), entries (uint8 ``[2 + w, n]``: gap low, gap high, value planes) and the mask of the dense
+        segments (uint8 ``[w, m]``).
+    """
+    w = entries.word_nbytes
+    segments = Segments.of(entries.tile_words)
+    position = entries.positions.astype(np.int64)
+    segment = np.repeat(segments.first, entries.counts) + (position >> _SHIFT)
+    counts = np.bincount(segment, minlength=len(segments.words))
+    dense = segments.dense(counts, w)
+    inside = (position & (SEGMENT_WORDS - 1)).astype(np.int32)
+    values, dense_planes = entries.values, np.empty((w, 0), dtype=np.uint8)
+    if dense.any():
+        chosen = dense[segment]
+        words = np.where(dense, segments.words, 0)
+        mask = np.zeros(int(words.sum()), dtype=WORD_DTYPES[w])
+        mask[(np.cumsum(words) - words)[segment[chosen]] + inside[chosen]] = values[chosen]
+        dense_planes = mask.view(np.uint8).reshape(-1, w).T
+        segment, inside, values = segment[~chosen], inside[~chosen], values[~chosen]
+    gap = inside.copy()
+    follows = segment[1:] == segment[:-1]
+    gap[1:] -= np.where(follows, inside[:-1] + 1, 0)
+    rows = np.empty((2 + w, len(gap)), dtype=np.uint8)
+    rows[:2] = gap.astype("<u2").view(np.uint8).reshape(-1, 2).T
+    rows[2:] = np.ascontiguousarray(values, dtype=WORD_DTYPES[w]).view(np.uint8).reshape(-1, w).T
+    return counts, rows, dense_planes
+
+
 class SparseCodec(Codec):
     """See the module docstring."""
 
@@ -77,29 +111,8 @@ class SparseCodec(Codec):
 
     def encode(self, entries: Entries) -> EncodedFrame:
         """See ``Codec.encode``; one vectorised pass over the entries."""
-        w = entries.word_nbytes
-        segments = Segments.of(entries.tile_words)
-        position = entries.positions.astype(np.int64)
-        segment = np.repeat(segments.first, entries.counts) + (position >> _SHIFT)
-        counts = np.bincount(segment, minlength=len(segments.words))
-        dense = segments.dense(counts, w)
-        inside = (position & (SEGMENT_WORDS - 1)).astype(np.int32)
-        values, dense_planes = entries.values, np.empty((w, 0), dtype=np.uint8)
-        if dense.any():
-            chosen = dense[segment]
-            words = np.where(dense, segments.words, 0)
-            mask = np.zeros(int(words.sum()), dtype=WORD_DTYPES[w])
-            mask[(np.cumsum(words) - words)[segment[chosen]] + inside[chosen]] = values[chosen]
-            dense_planes = mask.view(np.uint8).reshape(-1, w).T
-            segment, inside, values = segment[~chosen], inside[~chosen], values[~chosen]
-        gap = inside.copy()
-        follows = segment[1:] == segment[:-1]
-        gap[1:] -= np.where(follows, inside[:-1] + 1, 0)
-        gap_bytes = gap.astype("<u2").view(np.uint8).reshape(-1, 2)
-        value_bytes = np.ascontiguousarray(values, dtype=WORD_DTYPES[w]).view(np.uint8).reshape(-1, w)
-        planes = [counts_plane(counts), gap_bytes[:, 0], gap_bytes[:, 1]]
-        planes += [value_bytes[:, k] for k in range(w)] + [dense_planes[k] for k in range(w)]
-        return EncodedFrame(self.id, tuple(pack(np.ascontiguousarray(p)) for p in planes))
+        counts, rows, mask = raw_planes(entries)
+        return EncodedFrame(self.id, tuple(pack(np.ascontiguousarray(p)) for p in (counts_plane(counts), *rows, *mask)))
 
     def decode(self, shape: FrameShape, stored: memoryview, plane_nbytes: Sequence[int]) -> Entries:
         """See ``Codec.decode``."""

@@ -7,7 +7,7 @@ not import fetch, stage or apply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -48,6 +48,7 @@ class Binding:
         group_ids: int64, ascending: tensors that the engine's ranks hold together, whole.
         marks: Identity of every live tensor that is written or derived.
         mirrors: Replicas of whole slices, the same on every rank.
+        made: What backends made once from this binding, by a name of theirs.
     """
 
     engine: Engine
@@ -61,6 +62,7 @@ class Binding:
     mirrors: tuple[Mirror, ...]
     _needed: np.ndarray = field(repr=False)
     _views: dict[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False)
+    made: dict[str, object] = field(default_factory=dict, repr=False)
 
     def words(self, storage: str, word_nbytes: int) -> np.ndarray:
         """A CPU storage as words, ``<u{word_nbytes}``, writable; a tail shorter than a word is left out."""
@@ -75,6 +77,17 @@ class Binding:
         """Whether this rank holds words of tiles, bool ``[T]``."""
         out: np.ndarray = self._needed[self.schema.first_tile[tensor_ids] + tiles]
         return out
+
+    def only(self, tensor_ids: Iterable[int]) -> Binding:
+        """The same rank, as if it held nothing but some tensors: for backends that share the work by device."""
+        chosen = set(tensor_ids)
+        held = {i: h for i, h in self.held.items() if i in chosen}
+        names = {r.storage for h in held.values() for r in h.layout.records}
+        needed = self._needed & np.repeat(
+            np.isin(np.arange(len(self.schema.tensors)), list(chosen)), np.diff(self.schema.first_tile)
+        )
+        storages = {n: s for n, s in self.storages.items() if n in names}
+        return replace(self, held=held, storages=storages, _needed=needed, _views={}, made={})
 
     def frames_of(self, manifest: Manifest) -> np.ndarray:
         """Numbers of the frames that touch tiles of this rank's slices, ascending."""

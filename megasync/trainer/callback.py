@@ -2,7 +2,8 @@
 
 ``MegasyncCallback`` is a Megatron-Bridge callback by duck typing and has ``step_end`` for plain loops. At a step end it
 agrees with the other ranks on what became of earlier versions, masks what changed since the last publication, and hands
-the rest to a thread of its own. Must not import receiver or an adapter: the exporter is given to it.
+the rest to a thread of its own. Weights on a GPU are masked behind the next forward and backward, up to the fence before
+``optimizer.step``. Must not import receiver or an adapter: the exporter is given to it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from megasync.codecs.choice import check_codec
-from megasync.config import GatherKind, OnError, PublishConfig, WhenFull
+from megasync.config import OnError, PublishConfig, WhenFull
 from megasync.errors import SchemaMismatchError
 from megasync.manifest import check_run
 from megasync.sinks.base import Sink
 from megasync.telemetry import Telemetry
 from megasync.trainer.agree import all_gather_bytes
+from megasync.trainer.device_masker import make_masker
 from megasync.trainer.exporter import Exporter
-from megasync.trainer.inflight import Flight, InFlight, error_of, withdraw
-from megasync.trainer.mask import anchor_frames, mask_regions
+from megasync.trainer.groups import Groups, make_groups
+from megasync.trainer.hooks import StepHooks
+from megasync.trainer.inflight import Flight, InFlight, error_of
+from megasync.trainer.masker import AnchorMasked, FailedMasked, Masked, Masker
 from megasync.trainer.publish import Outcome, Publishing
 from megasync.trainer.replicas import check_replicas
-from megasync.trainer.start import Started, start, together
-from megasync.versions.changes import MaskedFrame
+from megasync.trainer.start import Started, lanes_for, start, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +47,7 @@ class MegasyncCallback:
     Ten lines in a plain loop::
 
         callback = MegasyncCallback(MegatronExporter(chunks, ...), open_sink("/shared/run"), PublishConfig(run="r"))
+        callback.optimizer = optimizer  # or call before_optimizer_step() before every optimizer.step()
         callback.on_train_start()
         for step in range(steps):
             ...                       # forward, backward, optimizer.step()
@@ -53,6 +55,8 @@ class MegasyncCallback:
         callback.on_train_end()       # the last step is always published
 
     *Collective*: every method must be called by every rank at the same point of the program.
+    *Stream*: the stream that is current in these calls is taken for the compute stream. With weights on a GPU, a pass reads
+    them until ``before_optimizer_step``; whatever else writes them before that must be ``volatile`` in the exporter.
 
     Attributes:
         exporter: The trainer's weights, or a function of the model chunks that makes it (Megatron-Bridge gives them in
@@ -61,6 +65,8 @@ class MegasyncCallback:
         config: Trainer-side configuration.
         base: Checkpoint that is version 0; None makes an anchor of the starting weights version 0.
         ranks: Global ranks that take part; None for all.
+        optimizer: What writes the weights, or a sequence of such: its ``step`` is announced to the mask stage. By default
+            the context's. Only weights on a GPU need it.
         on_outcome: Called on a worker thread with every verdict; must be quick.
         facts: Called at each publication for facts that go into the manifest's ``info`` (step number, say).
     """
@@ -70,6 +76,7 @@ class MegasyncCallback:
     config: PublishConfig = field(default_factory=PublishConfig)
     base: Path | None = None
     ranks: list[int] | None = None
+    optimizer: Any = None
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
     facts: Callable[[], dict[str, str | int | float]] = dict
     telemetry: Telemetry = field(default_factory=Telemetry)
@@ -92,20 +99,53 @@ class MegasyncCallback:
                     "MegasyncCallback got a function for its exporter but no context.model to call it with"
                 )
             exporter = exporter(list(model) if isinstance(model, list | tuple) else [model])
-        control, rounds, carrier, device = _make_groups(self.config, self.ranks)
+        groups = make_groups(self.config, self.ranks)
         with self.telemetry.span("start"):
-            started = start(exporter, self.sink, self.config, control, self.base)
-        publishing = Publishing(started.schema, self.sink, self.config, rounds, carrier, device, Event())
+            started = start(exporter, self.sink, self.config, groups.control, self.base)
+        optimizer = self.optimizer if self.optimizer is not None else getattr(context, "optimizer", None)
+        self._enter(exporter, started, groups, optimizer)
+
+    def _enter(self, exporter: Exporter, started: Started, groups: Groups, optimizer: Any) -> None:
+        """Start the threads and hooks; publish version 0 where it is an anchor."""
+        publishing = Publishing(
+            started.schema, self.sink, self.config, groups.rounds, groups.carrier, groups.device, Event()
+        )
+        masker = self._make_masker(started, publishing.algorithm)
+        optimizers = (
+            [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        )
+        hooks = StepHooks(exporter, masker, self.telemetry, optimizers)
         flights = InFlight(
-            publishing, control, started.lineage, self.config.in_flight_limit, self.telemetry, self._settled
+            publishing, groups.control, started.lineage, self.config.in_flight_limit, self.telemetry, self._settled
         )
         flights.start()
-        self._state = _State(exporter, control, started, flights, next_version=started.head.version + 1)
+        self._state = _State(exporter, groups.control, started, masker, hooks, flights, started.head.version + 1)
         if started.needs_anchor:
             self._state.next_version = 1
-            frames = list(anchor_frames(started.schema, started.snapshot))
-            flights.add(Flight(0, frames, None, self.facts(), anchor=True))
+            flights.add(Flight(0, AnchorMasked(started.schema, started.snapshot), self.facts(), anchor=True))
             self._look(drain=True)
+
+    def _make_masker(self, started: Started, algorithm: int) -> Masker:
+        return make_masker(
+            started.schema, started.snapshot, started.device, self.config.codec, algorithm, self.telemetry
+        )
+
+    def before_optimizer_step(self) -> None:
+        """Announce an ``optimizer.step()``: the compute stream waits until the last publication has read the weights.
+
+        Called by itself where the callback knows the optimizer. Nothing to do before the start and for weights on the CPU.
+        *Stream*: the compute stream is current.
+        """
+        if self._state is not None:
+            self._state.hooks.before_step()
+
+    def on_eval_start(self, context: Any = None) -> None:
+        """Weights of which a part is still to be gathered are made current and read now, not after the evaluation."""
+        if self._state is not None:
+            self._state.hooks.force()
+
+    on_test_start = on_eval_start
+    on_checkpoint_save = on_eval_start
 
     def on_train_step_end(self, context: Any = None) -> None:
         """``step_end`` for Megatron-Bridge: reads ``context.skipped_iter`` and nothing else."""
@@ -135,6 +175,7 @@ class MegasyncCallback:
         state = self._running()
         state.steps += 1
         state.unpublished |= not skipped
+        state.hooks.step_ended()
         if state.steps % self.config.every:
             return None
         return self._publish()
@@ -142,17 +183,20 @@ class MegasyncCallback:
     def flush(self) -> None:
         """Publish what changed since the last publication, if anything, and wait until all of it is durable."""
         state = self._running()
+        state.hooks.force()
         self._look(drain=True)
         if state.unpublished:
-            self._publish()
+            self._publish(defer=False)
             self._look(drain=True)
             if state.unpublished:  # withdrawn and retried once more: flush may not end with unpublished weights
-                self._publish()
+                self._publish(defer=False)
                 self._look(drain=True, final=True)
 
     def close(self) -> None:
         """Stop the worker thread; versions still in flight are given up. Idempotent, local."""
         if self._state is not None:
+            self._state.hooks.close()
+            self._state.masker.close()
             self._state.flights.close()
             self._state = None
 
@@ -161,15 +205,21 @@ class MegasyncCallback:
         """Newest version on its way or durable; -1 before the start."""
         return self._state.next_version - 1 if self._state is not None else -1
 
-    def _publish(self) -> int | None:
+    def _publish(self, *, defer: bool = True) -> int | None:
         state, config = self._running(), self.config
+        state.hooks.force()
         if not self._look(room=config.when_full is WhenFull.WAIT):
             return None
         version = state.next_version
         state.next_version += 1
-        with self.telemetry.span("settle"):
-            state.exporter.settle()
-        if config.check_replicas_every and version % config.check_replicas_every == 0:
+        compare = bool(config.check_replicas_every) and version % config.check_replicas_every == 0
+        # The same on every rank: all of them settle here, or none.
+        now = compare or not defer or not state.checked_first or state.exporter.settle_always
+        late = () if now else state.hooks.deferrable()
+        if not late:
+            with self.telemetry.span("settle"):
+                state.exporter.settle()
+        if compare:
             # Pieces are views: a fresh list costs little and sees the same memory.
             started = state.started
             check_replicas(
@@ -177,27 +227,33 @@ class MegasyncCallback:
                 started.plan.holdings,
                 state.exporter.pieces(),
                 state.control,
+                lanes_of=lanes_for(started.device),
                 timeout_s=config.timeout_s,
             )
-        frames: list[MaskedFrame] = []
-        error: Exception | None = None
+        masked = self._mask(late)
+        state.hooks.begun(late)
+        if not state.checked_first:
+            self._check_first(masked)
+        state.unpublished = False
+        state.flights.add(Flight(version, masked, self.facts()))
+        return version
+
+    def _mask(self, late: tuple[int, ...]) -> Masked:
+        state = self._running()
         with self.telemetry.span("mask"):
             try:
                 state.exporter.check_alive()
-                for frame in mask_regions(state.started.schema, state.started.snapshot):
-                    frames.append(frame)
             except Exception as e:
-                error = e
-        if not state.checked_first:
-            self._check_first(frames, error)
-        state.unpublished = False
-        state.flights.add(Flight(version, frames, error, self.facts()))
-        return version
+                return FailedMasked(e)
+            return state.masker.begin(late)
 
-    def _check_first(self, frames: list[MaskedFrame], error: Exception | None) -> None:
+    def _check_first(self, masked: Masked) -> None:
         """Refuse a first delta that is another model rather than a step; the snapshot is put back first."""
         state = self._running()
-        changed = -1 if error is not None else sum(f.entries.num_changed * f.entries.word_nbytes for f in frames)
+        try:
+            changed = masked.changed_nbytes()
+        except Exception:
+            changed = -1
         told = all_gather_bytes(state.control, msgspec.msgpack.encode(changed), "first density", self.config.timeout_s)
         by_rank = [msgspec.msgpack.decode(t, type=int) for t in told]
         if min(by_rank) < 0:
@@ -206,7 +262,7 @@ class MegasyncCallback:
         state.checked_first = True
         if density <= self.config.max_first_density or state.started.needs_anchor:
             return
-        withdraw(state.started.snapshot, [Flight(-1, frames, None, {})])
+        state.masker.undo([masked])
         raise SchemaMismatchError(
             f"the first delta of run {self.config.run!r} changes {density:.1%} of the bytes, max_first_density is "
             f"{self.config.max_first_density:.1%}: the trainer does not start from version {state.started.head.version}; "
@@ -226,7 +282,7 @@ class MegasyncCallback:
                 state.control,
                 "withdrawing versions",
                 self.config.timeout_s,
-                lambda: withdraw(state.started.snapshot, lost),
+                lambda: state.masker.undo([f.masked for f in lost if f.masked is not None]),
             )
             state.unpublished = True
             state.failures += 1
@@ -258,25 +314,11 @@ class _State:
     exporter: Exporter
     control: ProcessGroup | None
     started: Started
+    masker: Masker
+    hooks: StepHooks
     flights: InFlight
     next_version: int
     steps: int = 0
     failures: int = 0
     unpublished: bool = False
     checked_first: bool = False
-
-
-def _make_groups(
-    config: PublishConfig, ranks: list[int] | None
-) -> tuple[ProcessGroup | None, ProcessGroup | None, ProcessGroup | None, torch.device]:
-    """Control group, worker's exchange group, payload carrier, and the device payloads travel on."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None, None, None, torch.device("cpu")
-    control = dist.new_group(ranks, backend="gloo")
-    rounds = dist.new_group(ranks, backend="gloo")
-    if config.gather is not GatherKind.NCCL:
-        return control, rounds, rounds, torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("gather=nccl needs CUDA devices: use gather=gloo (the default) or gather=direct")
-    carrier = dist.new_group(ranks, backend="nccl")
-    return control, rounds, carrier, torch.device("cuda", torch.cuda.current_device())

@@ -88,7 +88,9 @@ def _runs(shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, int]:
     run = prod(box.extent[inner:])
     starts = np.zeros(1, dtype=np.int64)
     for axis in range(inner):
-        starts = (starts[:, None] * shape[axis] + np.arange(box.start[axis], box.start[axis] + box.extent[axis])).ravel()
+        starts = (
+            starts[:, None] * shape[axis] + np.arange(box.start[axis], box.start[axis] + box.extent[axis])
+        ).ravel()
     for axis in range(inner, len(shape)):
         starts = starts * shape[axis] + box.start[axis]
     return starts, run

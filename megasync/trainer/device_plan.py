@@ -15,7 +15,8 @@ import torch
 
 from megasync.kernels.compact import SPAN_NBYTES, STAGED_SPAN_NBYTES
 from megasync.kernels.compact_plan import CompactPlan, plan_compact
-from megasync.kernels.compact_runs import PIECE_COLUMNS, Region as LiveBox
+from megasync.kernels.compact_runs import PIECE_COLUMNS
+from megasync.kernels.compact_runs import Region as LiveBox
 from megasync.kernels.scatter_plan import Tiles
 from megasync.schema import Schema
 from megasync.trainer.device_frames import TileTable

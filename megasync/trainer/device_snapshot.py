@@ -35,20 +35,18 @@ class DeviceSnapshot(Snapshot):
         MemoryPlanError: The arena cannot be had, with the bytes needed.
     """
 
-    def __init__(
-        self, schema: Schema, regions: Sequence[Region], place: SnapshotPlace, device: torch.device
-    ) -> None:
+    def __init__(self, schema: Schema, regions: Sequence[Region], place: SnapshotPlace, device: torch.device) -> None:
         def allocate(nbytes: int) -> torch.Tensor:
             if place is SnapshotPlace.HOST:
                 return host_arena(nbytes, device)
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-        self.device = device
+        self.place, self.device = place, device
         super().__init__(schema, regions, allocate)
 
     def xor_(self, entries: Entries) -> None:
         """See ``Snapshot.xor_``. *Stream*: the current stream, for a snapshot on the device."""
-        if self.arena.device.type == "cpu":
+        if self.place is SnapshotPlace.HOST:
             super().xor_(entries)
             return
         w = entries.word_nbytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -21,11 +21,10 @@ import msgspec
 from megasync.errors import RankFailedError, RetryError, SinkConflictError
 from megasync.telemetry import Telemetry
 from megasync.trainer.agree import all_gather_bytes
-from megasync.versions.lineage import Lineage
+from megasync.trainer.masker import Masked
 from megasync.trainer.publish import Outcome, Publishing, publish
-from megasync.trainer.snapshot import Snapshot
-from megasync.versions.changes import MaskedFrame
-from megasync.versions.encode import EncodedDelta, encode, entries_of
+from megasync.versions.encode import EncodedDelta
+from megasync.versions.lineage import Lineage
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,20 +38,16 @@ class Flight:
 
     Attributes:
         version: Its number.
-        frames: Changed words, until they are encoded.
-        error: Why this rank has none.
+        masked: What the mask stage found, kept to withdraw by; None once durable.
         info: Facts for the manifest.
         anchor: Full bytes that need no base; not part of the snapshot's advance.
-        delta: The encoded frames, kept to withdraw by.
         outcome: What became of it.
     """
 
     version: int
-    frames: list[MaskedFrame] | None
-    error: BaseException | None
+    masked: Masked | None
     info: dict[str, str | int | float]
     anchor: bool = False
-    delta: EncodedDelta | None = None
     outcome: Outcome | None = None
 
 
@@ -184,49 +179,33 @@ class InFlight:
                 flight.version, False, {0: "an earlier version in flight failed; this one starts from it"}
             )
         else:
-            error = flight.error
-            if error is None and flight.frames is not None:
-                try:
-                    with self.telemetry.span("encode"):
-                        codec = "anchor" if flight.anchor else self.publishing.config.codec
-                        flight.delta = encode(flight.frames, codec, self.publishing.algorithm)
-                    flight.frames = None
-                except Exception as e:
-                    error = e
+            error: Exception | None = None
+            delta: EncodedDelta | None = None
+            try:
+                with self.telemetry.span("encode"):
+                    assert flight.masked is not None, "a flight is published once"
+                    codec = "anchor" if flight.anchor else self.publishing.config.codec
+                    delta = flight.masked.encode(codec, self.publishing.algorithm)
+            except Exception as e:
+                error = e
             with self.telemetry.span("publish"):
                 outcome, self.lineage = publish(
                     self.publishing,
-                    flight.delta,
+                    delta,
                     error,
                     flight.version,
                     self.lineage,
                     flight.info,
                     anchor=flight.anchor,
                 )
-        if not outcome.durable:
+        if outcome.durable:
+            flight.masked = None
+        else:
             self._failed = True
-        elif not flight.anchor:
-            flight.delta = None
         self.on_outcome(outcome)
         with self._changed:
             flight.outcome = outcome
             self._changed.notify_all()
-
-
-def withdraw(snapshot: Snapshot, flights: Iterable[Flight]) -> None:
-    """XOR flights back out of the snapshot, in the order given (newest first).
-
-    *Stream*: on CPU, at once; on a GPU the caller runs it on the mask's stream.
-    """
-    for flight in flights:
-        if flight.anchor:
-            continue
-        if flight.delta is not None:
-            for entries in entries_of(snapshot.schema, flight.delta):
-                snapshot.xor_(entries)
-        else:
-            for frame in flight.frames or []:
-                snapshot.xor_(frame.entries)
 
 
 def error_of(outcome: Outcome, run: str) -> Exception:

@@ -10,22 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 
 from megasync.digest import WordWeights
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema
-from megasync.trainer.snapshot import SAME_SIZE, Snapshot, to_tile
+from megasync.trainer.snapshot import Snapshot, to_tile, words_of
 from megasync.types import WORD_DTYPES, Entries, Lanes
 from megasync.versions.changes import MaskedFrame, TileChange, compare, cut_frames, mask_frame
 
-_Write = tuple[int, np.ndarray, np.ndarray]
+__all__ = ["anchor_frames", "mask_regions", "words_of"]
 
-
-def words_of(data: torch.Tensor) -> np.ndarray:
-    """Words of a tensor as ``<u{w}``, with its shape: a view with its strides on the CPU, a copy from a device."""
-    same = SAME_SIZE[data.element_size()]
-    return data.detach().cpu().view(same).numpy().view(WORD_DTYPES[data.element_size()])
+_Write = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
@@ -46,8 +41,8 @@ def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
         frame = mask_frame(schema, tiles)
         # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
         for tile in tiles:
-            for i, index, words in writes.pop((tile.tensor_id, tile.tile)):
-                snapshot.words(i)[index] = words
+            for kept, index, words in writes.pop((tile.tensor_id, tile.tile)):
+                kept[index] = words
         yield frame
 
 
@@ -56,16 +51,14 @@ def _changed_tiles(
 ) -> Iterator[TileChange]:
     """Changed tiles in order, the regions of one tile joined; what is to be written goes to ``writes``."""
     pending: list[TileChange] = []
-    for i, region in enumerate(snapshot.regions):
-        old = snapshot.words(i)
-        new = np.ascontiguousarray(words_of(region.data)).reshape(-1)
-        found = compare(old, new)
+    for region, (kept, live) in zip(snapshot.regions, snapshot.host_views, strict=True):
+        found = compare(kept, live)
         if pending and (pending[0].tensor_id, pending[0].tile) != (region.tensor_id, region.tile):
             yield _joined(pending)
             pending = []
         if not len(found.index):
             continue
-        writes.setdefault((region.tensor_id, region.tile), []).append((i, found.index, found.new))
+        writes.setdefault((region.tensor_id, region.tile), []).append((kept, found.index, found.new))
         position = to_tile(schema, region, found.index)
         pending.append(TileChange(region.tensor_id, region.tile, position, found.old, found.new))
     if pending:

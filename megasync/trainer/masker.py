@@ -67,20 +67,20 @@ class Masker(ABC):
             The pass. An error in it is raised by the pass's own methods, never here: the other ranks go on.
         """
 
-    def start_chunk(self, chunk: int) -> None:
+    def start_chunk(self, chunk: int) -> None:  # noqa: B027
         """A late chunk is current: read it from here on the current stream."""
 
-    def start_rest(self) -> None:
+    def start_rest(self) -> None:  # noqa: B027
         """Every chunk is current."""
 
-    def fence(self) -> None:
+    def fence(self) -> None:  # noqa: B027
         """Hold the current stream until nothing queued on it later can reach what a pass still reads."""
 
     @abstractmethod
     def undo(self, passes: Iterable[Masked]) -> None:
         """XOR passes back out of the snapshot, in the order given (newest first)."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End; a pass that still runs fails. Idempotent."""
 
 

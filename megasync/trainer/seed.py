@@ -16,10 +16,10 @@ from megasync.errors import BaseMismatchError, NeedsAnchorError, SchemaMismatchE
 from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.schema import Schema
-from megasync.versions.lineage import sum_rows
 from megasync.trainer.snapshot import Snapshot
 from megasync.types import Entries, TensorSpec
 from megasync.versions.checkpoint import Checkpoint
+from megasync.versions.lineage import sum_rows
 from megasync.versions.publication import PublicationReader, decode_frame
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -67,6 +68,14 @@ class Snapshot:
         """Words of region ``i`` (``<u{w}``, 1-D): a writable view of a host arena, a copy of a device's."""
         return self._bytes(i).cpu().numpy().view(WORD_DTYPES[self.word_nbytes(i)])
 
+    @cached_property
+    def host_views(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of every region the words kept (1-D) and the live ones (shape and strides of the box), all on the host.
+
+        Making views costs as much as comparing a small tile, so they are made once: neither memory ever moves.
+        """
+        return [(self.words(i), words_of(r.data)) for i, r in enumerate(self.regions)]
+
     def tensor(self, i: int) -> torch.Tensor:
         """Words of region ``i`` where the arena is: an integer dtype of the word size, shape of the box."""
         return self._bytes(i).view(SAME_SIZE[self.word_nbytes(i)]).view(self.regions[i].box.extent)
@@ -119,6 +128,12 @@ class Snapshot:
         for i, region in enumerate(self.regions):
             shape = self.schema.grids[region.tensor_id].shape
             yield region.tensor_id, box_lanes(shape, region.box, self.words(i))
+
+
+def words_of(data: torch.Tensor) -> np.ndarray:
+    """Words of a tensor as ``<u{w}``, with its shape: a view with its strides on the CPU, a copy from a device."""
+    same = SAME_SIZE[data.element_size()]
+    return data.detach().cpu().view(same).numpy().view(WORD_DTYPES[data.element_size()])
 
 
 def _host(nbytes: int) -> torch.Tensor:

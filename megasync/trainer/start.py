@@ -22,14 +22,16 @@ from megasync.manifest import Head, Manifest, decode_head
 from megasync.schema import Schema, require_same
 from megasync.sinks.base import Sink
 from megasync.trainer.agree import agree, all_gather_bytes, broadcast_bytes, rank_of
+from megasync.trainer.device_digest import device_lanes
+from megasync.trainer.device_snapshot import device_of, make_snapshot
 from megasync.trainer.exporter import Exporter
-from megasync.versions.lineage import Lineage, start_lineage
 from megasync.trainer.mask import words_of
+from megasync.trainer.memory_plan import check_memory, plan_memory
 from megasync.trainer.metadata import exchange
 from megasync.trainer.plan import OwnershipPlan, make_plan
 from megasync.trainer.publish import HEAD_WRITER
 from megasync.trainer.regions import match_regions
-from megasync.trainer.replicas import check_replicas
+from megasync.trainer.replicas import LanesOf, check_replicas, host_lanes
 from megasync.trainer.seed import (
     check_checkpoint,
     fill_from_checkpoint,
@@ -39,10 +41,11 @@ from megasync.trainer.seed import (
     snapshot_sums,
 )
 from megasync.trainer.snapshot import Snapshot
+from megasync.versions.anchor import publish_checkpoint
 from megasync.versions.changes import compact
 from megasync.versions.checkpoint import Checkpoint
-from megasync.versions.anchor import publish_checkpoint
 from megasync.versions.head import claim
+from megasync.versions.lineage import Lineage, start_lineage
 from megasync.versions.publication import PublicationReader
 
 if TYPE_CHECKING:
@@ -63,6 +66,7 @@ class Started:
         head: The head, claimed.
         lineage: On the head writer.
         needs_anchor: Version 0 is still to be published, as an anchor.
+        device: Where the live weights are.
     """
 
     schema: Schema
@@ -71,6 +75,7 @@ class Started:
     head: Head
     lineage: Lineage | None
     needs_anchor: bool
+    device: torch.device
 
 
 def together(group: ProcessGroup | None, what: str, timeout_s: float, work: Callable[[], T]) -> T:
@@ -94,7 +99,6 @@ def start(
     config: PublishConfig,
     group: ProcessGroup | None,
     base: Path | None,
-    allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> Started:
     """Plan, claim the run, seed the snapshot.
 
@@ -106,10 +110,10 @@ def start(
         config: Trainer-side configuration.
         group: Control group.
         base: Checkpoint that is version 0; None makes an anchor of the trainer's weights version 0 of a fresh run.
-        allocate: Makes the snapshot's arena.
 
     Raises:
-        RankFailedError: With every rank's cause (plan errors, another schema, a snapshot that does not fit or match).
+        RankFailedError: With every rank's cause (plan errors, another schema, a snapshot that does not match).
+        MemoryPlanError: On every rank, when what is planned does not fit on one of the hosts or devices.
     """
     timeout = config.timeout_s
     schema, holdings = exchange(config.run, exporter, group, timeout_s=timeout)
@@ -121,10 +125,14 @@ def start(
     )
     regions = together(group, "owned regions", timeout, lambda: match_regions(schema, plan, me, pieces))
     exporter.settle()
-    check_replicas(schema, holdings, exporter.pieces(), group, timeout_s=timeout)
+    live = [p.data for p in exporter.pieces()] + [r.data for r in regions]
+    device = together(group, "device of the weights", timeout, lambda: device_of(live))
+    check_replicas(schema, holdings, exporter.pieces(), group, lanes_of=lanes_for(device), timeout_s=timeout)
     if me == HEAD_WRITER:
         log.info("megasync run %s: %s", config.run, plan.report())
-    snapshot = together(group, "snapshot", timeout, lambda: Snapshot(schema, regions, allocate))
+    fresh = base is None and _is_fresh(sink, config, group)
+    check_memory(plan_memory(schema, regions, config, device, anchor=fresh), config, device, group)
+    snapshot = together(group, "snapshot", timeout, lambda: make_snapshot(schema, regions, config.snapshot, device))
     head = _claim(sink, config, group)
     reader = PublicationReader(sink, config.run, config.sign_key or None, timeout)
     newest = _newest(reader, head, schema, group, timeout)
@@ -148,7 +156,13 @@ def start(
     anchor = newest is None and checkpoint is None
     if anchor:
         lineage = Lineage(schema, head, -1, b"", np.zeros_like(sums), lineage.mix)
-    return Started(schema, plan, snapshot, lineage.head, lineage if rank_of(group) == HEAD_WRITER else None, anchor)
+    mine = lineage if rank_of(group) == HEAD_WRITER else None
+    return Started(schema, plan, snapshot, lineage.head, mine, anchor, device)
+
+
+def lanes_for(device: torch.device) -> LanesOf:
+    """How replicas are digested where the live weights are."""
+    return host_lanes if device.type == "cpu" else device_lanes
 
 
 def _seed(
@@ -161,6 +175,20 @@ def _seed(
         fill_from_checkpoint(snapshot, checkpoint)
     else:
         fill_from_live(snapshot)
+
+
+def _is_fresh(sink: Sink, config: PublishConfig, group: ProcessGroup | None) -> bool:
+    """Whether the run has no version yet, on every rank."""
+    error: BaseException | None = None
+    fresh = False
+    if rank_of(group) == HEAD_WRITER:
+        try:
+            raw = sink.read_head(config.run, timeout_s=config.timeout_s)
+            fresh = raw is None or decode_head(raw, config.run).version < 0
+        except Exception as e:
+            error = e
+    agree(group, error, f"reading the head of run {config.run!r}", config.timeout_s)
+    return bytes(broadcast_bytes(group, bytes([fresh]), "whether the run is fresh", config.timeout_s)) == b"\x01"
 
 
 def _claim(sink: Sink, config: PublishConfig, group: ProcessGroup | None) -> Head:

@@ -6,6 +6,7 @@ by the tools, which compare checkpoints on machines without a trainer. Must not 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ CLOSE_ENTRIES = 16_384
 """A frame closes after the tile that brings it to so many entries: planes are then long enough to reach the bound."""
 
 _CHUNK_UNITS = 1 << 17  # 8-byte units compared at a time: their flags stay in the cache
-_FEW = 8  # below one changed unit in so many, changed units are looked at one by one
+_local = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,60 +80,80 @@ def compare(old: np.ndarray, new: np.ndarray) -> Differences:
 
     Args:
         old: ``<u{w}`` ``[n]``, contiguous.
-        new: The same.
+        new: ``<u{w}``, n words in any shape; rows of contiguous words, as of a box of a matrix, are not copied.
     """
-    width = 8 // old.dtype.itemsize
-    whole = len(old) // width * width
-    a, b = old[:whole].view("<u8"), new[:whole].view("<u8")
-    flags = np.empty(-(-min(len(a), _CHUNK_UNITS) // 8) * 8, dtype=bool)
+    units = _rows_of_units(new)
+    if units is None:
+        units = np.ascontiguousarray(new).reshape(1, -1)
+        units = units[:, : units.shape[1] // (8 // new.itemsize) * (8 // new.itemsize)].view("<u8")
+    rows, columns = units.shape
+    a = old[: units.size * (8 // old.itemsize)].view("<u8").reshape(rows, columns)
     found: list[Differences] = []
-    for at in range(0, len(a), _CHUNK_UNITS):
-        stop = min(at + _CHUNK_UNITS, len(a))
-        flags[stop - at :] = False
-        np.not_equal(a[at:stop], b[at:stop], out=flags[: stop - at])
-        unit = _few_set(flags[: -(-(stop - at) // 8) * 8])
-        if unit is None:
-            part = slice(at * width, stop * width)
-            index = np.flatnonzero(old[part] != new[part])
-            found.append(Differences(index + at * width, old[part][index], new[part][index]))
-        elif len(unit):
-            unit += at
-            found.append(_of_units(unit, a[unit], b[unit], old.dtype))
+    step = max(1, _CHUNK_UNITS // max(columns, 1))
+    for row in range(0, rows, step):
+        for column in range(0, columns, _CHUNK_UNITS):
+            part = slice(row, row + step), slice(column, column + _CHUNK_UNITS)
+            differences = _compare_units(a[part], units[part], old.dtype, (row * columns + column) * (8 // old.itemsize))
+            if differences is not None:
+                found.append(differences)
+    whole = units.size * (8 // old.itemsize)
     if whole < len(old):
-        index = np.flatnonzero(old[whole:] != new[whole:]) + whole
-        found.append(Differences(index, old[index], new[index]))
-    if len(found) == 1:
-        return found[0]
-    none = np.empty(0, dtype=old.dtype)
-    return Differences(
-        np.concatenate([np.empty(0, np.int64), *(d.index for d in found)]),
-        np.concatenate([none, *(d.old for d in found)]),
-        np.concatenate([none, *(d.new for d in found)]),
-    )
+        rest = np.ascontiguousarray(new).reshape(-1)[whole:]
+        index = np.flatnonzero(old[whole:] != rest)
+        if len(index):
+            found.append(Differences(index + whole, old[whole:][index], rest[index]))
+    return found[0] if len(found) == 1 else _joined(found, old.dtype)
 
 
-def _few_set(flags: np.ndarray) -> np.ndarray | None:
-    """Indices of set flags (bool, a multiple of 8), None where many are set.
+def _rows_of_units(words: np.ndarray) -> np.ndarray | None:
+    """Words as ``<u8`` ``[rows, columns]`` without a copy, None where their memory does not allow it."""
+    if words.flags.c_contiguous:
+        return words.reshape(1, -1).view("<u8") if words.nbytes % 8 == 0 else None
+    while words.ndim > 2 and words.shape[0] == 1:
+        words = words[0]
+    if words.ndim != 2 or words.strides[1] != words.itemsize or words.shape[1] * words.itemsize % 8:
+        return None
+    return words.view("<u8")
 
-    Eight flags are looked at as one number first: with few set, numpy's own search takes most of the time of a compare.
-    """
+
+def _compare_units(a: np.ndarray, b: np.ndarray, word: np.dtype, first: int) -> Differences | None:
+    """Changed words of two equal shapes of 8-byte units, ``a`` contiguous; None where there are none."""
+    flags = _flags()[: -(-a.size // 8) * 8]
+    flags[a.size :] = False
+    np.not_equal(a, b, out=flags[: a.size].reshape(a.shape))
     eight = flags.view("<u8")
     group = np.flatnonzero(eight != 0)
-    if len(group) * _FEW > len(eight) * 4:
+    if not len(group):
         return None
+    if len(group) * 2 > len(eight):
+        old, new = a.reshape(-1).view(word), np.ascontiguousarray(b).reshape(-1).view(word)
+        index = np.flatnonzero(old != new)
+        return Differences(index + first, old[index], new[index])
+    # Few changed: eight flags at a time, since numpy's own search would take longer than the compare itself.
     inner = np.flatnonzero(eight[group].view(bool))
-    return (group[inner >> 3] << 3) + (inner & 7)
-
-
-def _of_units(unit: np.ndarray, a: np.ndarray, b: np.ndarray, word: np.dtype) -> Differences:
-    """Changed words of 8-byte units that differ, ``a`` of the old run and ``b`` of the new one."""
-    if word.itemsize == 8:
-        return Differences(unit, a, b)
-    old, new = a.view(word), b.view(word)
+    unit = (group[inner >> 3] << 3) + (inner & 7)
+    old = a.reshape(-1)[unit].view(word)
+    new = (b.reshape(-1)[unit] if len(b) == 1 else b[np.divmod(unit, b.shape[1])]).view(word)
     lane = np.flatnonzero(old != new)
-    shift = 3 - word.itemsize.bit_length() + 1
-    index = (unit[lane >> shift] << shift) + (lane & ((1 << shift) - 1))
+    shift = 4 - word.itemsize.bit_length()  # log2 of the words of a unit
+    index = (unit[lane >> shift] << shift) + (lane & ((1 << shift) - 1)) + first
     return Differences(index, old[lane], new[lane])
+
+
+def _flags() -> np.ndarray:
+    """This thread's flags of a chunk."""
+    found: np.ndarray | None = getattr(_local, "flags", None)
+    if found is None:
+        found = _local.flags = np.empty(_CHUNK_UNITS + 8, dtype=bool)
+    return found
+
+
+def _joined(parts: list[Differences], word: np.dtype) -> Differences:
+    return Differences(
+        np.concatenate([np.empty(0, np.int64), *(d.index for d in parts)]),
+        np.concatenate([np.empty(0, word), *(d.old for d in parts)]),
+        np.concatenate([np.empty(0, word), *(d.new for d in parts)]),
+    )
 
 
 def compact(old: np.ndarray, new: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import megasync.schema
 from megasync.digest import content_digest
 from megasync.sinks.base import Sink
 from megasync.sinks.memory import MemorySink
+from megasync.versions.publication import PublicationReader
 from tests.golden import format1_inputs as inputs
 from tests.golden.format1_writer import Run
 
@@ -74,6 +75,8 @@ def example_text() -> str:
     for key, data in example_objects().items():
         out.append(f"Object `{key}`, {len(data)} bytes, xxh3-128 `{content_digest(data).hex()}`:\n\n")
         out.append("```hex\n" + "".join(_lines(data)) + "```\n\n")
+        if key.endswith("000000000001/e000001/payload-00000"):
+            out.append("Its frames and their planes:\n\n```text\n" + "".join(_planes(data)) + "```\n\n")
         if fields := _fields(key, data):
             out.append("Its fields:\n\n```text\n" + "".join(fields) + "```\n\n")
     return "".join(out)
@@ -84,6 +87,23 @@ def _lines(data: bytes) -> Iterator[str]:
         row = data[at : at + 16]
         shown = "".join(chr(b) if 32 <= b < 127 else "." for b in row)
         yield f"{row.hex(' '):<47} | {shown}".rstrip() + "\n"
+
+
+def _planes(payload: bytes) -> Iterator[str]:
+    """Every plane of the delta's payload."""
+    sink = MemorySink()
+    *_, run = write_example(sink)
+    manifest = PublicationReader(sink, "example").newest()
+    assert manifest is not None
+    for i in range(len(manifest.frames)):
+        record = manifest.frames.record(i)
+        names = [run.schema.tensors[t].name for t in record.tensor_ids.tolist()]
+        yield f"frame {i}, tiles {', '.join(f'{n}:{t}' for n, t in zip(names, record.tiles.tolist(), strict=True))}\n"
+        w, at = record.word_nbytes, record.offset
+        planes = ["counts", "gap-low", "gap-high", *(f"value {k}" for k in range(w)), *(f"dense {k}" for k in range(w))]
+        for name, nbytes in zip(planes, record.plane_nbytes, strict=True):
+            yield f"  {at:3} {name:<9} {_shown(payload[at : at + nbytes])}\n"
+            at += nbytes
 
 
 def _fields(key: str, data: bytes) -> list[str]:

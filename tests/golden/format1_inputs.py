@@ -75,6 +75,7 @@ ANCHOR_ROWS = (
 EXAMPLE_ROWS = (
     Row("norm", "F32", (3,)),
     Row("l.0.packed", "U8", (2, 3), 0),
+    Row("l.0.table", "U8", (5,), 0),
     Row("l.0.w", "BF16", (4, 6), 0),
 )
 """The run ``example``: its objects are printed in ``FORMAT.md``."""
@@ -197,7 +198,12 @@ ANCHOR_STEP: dict[str, tuple[str, int, int]] = {
     "l.2.ids": some(2),
 }
 
-EXAMPLE_STEP: dict[str, tuple[str, int, int]] = {"l.0.packed": most(), "l.0.w": some(4), "norm": every(1)}
+EXAMPLE_STEP: dict[str, tuple[str, int, int]] = {
+    "l.0.packed": most(),
+    "l.0.table": some(4),
+    "l.0.w": some(4),
+    "norm": every(1),
+}
 
 
 def owner_of_words(row: Row, index: int, owners: int) -> np.ndarray:

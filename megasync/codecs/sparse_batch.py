@@ -1,0 +1,249 @@
+"""Sparse frames decoded many at a time to their raw planes: what staging for a GPU needs, without a Python step a plane.
+
+``SparseCodec.decode`` makes positions of one frame; here the planes of many frames are unpacked in two calls of the outer
+decoder and stay planes, which is what ``kernels.scatter`` reads. Every rule of the format is checked: lengths and counts
+here, positions and values by ``check_planes`` on the part that is kept. Comes after fetch; must not import torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+
+from megasync.codecs.base import FrameShape
+from megasync.codecs.sparse import Segments, raw_planes
+from megasync.codecs.zstd_walk import check_zstd_frames
+from megasync.errors import FormatError
+from megasync.types import Entries
+
+_local = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class RawFrames:
+    """Raw planes of frames of one word size, in order.
+
+    Attributes:
+        word_nbytes: Bytes of a word.
+        tensor_ids: u32 ``[T]``, touched tiles of all frames.
+        tiles: u32 ``[T]``.
+        tile_words: int64 ``[T]``.
+        frame_of: int64 ``[T]``, frame of each tile.
+        segments: Segments of all tiles.
+        counts: int64 ``[S]``, changed words of each segment.
+        dense: bool ``[S]``, segments that are a mask.
+        entries: ``[2 + w][F]``, uint8 views: gap low, gap high, value planes of each frame.
+        masks: ``[w][F]``, uint8 views: mask planes of each frame.
+    """
+
+    word_nbytes: int
+    tensor_ids: np.ndarray
+    tiles: np.ndarray
+    tile_words: np.ndarray
+    frame_of: np.ndarray
+    segments: Segments
+    counts: np.ndarray
+    dense: np.ndarray
+    entries: Sequence[Sequence[np.ndarray]]
+    masks: Sequence[Sequence[np.ndarray]]
+
+    @property
+    def segment_tile(self) -> np.ndarray:
+        """Tile of each segment, int64 ``[S]``."""
+        num = np.diff(np.append(self.segments.first, len(self.counts)))
+        return np.repeat(np.arange(len(num)), num)
+
+    @classmethod
+    def of(cls, entries: Entries) -> RawFrames:
+        """Entries of one frame, whatever codec they came in, cut in planes by the format's rule for dense segments."""
+        counts, rows, mask = raw_planes(entries)
+        segments = Segments.of(entries.tile_words)
+        return cls(
+            entries.word_nbytes,
+            entries.tensor_ids,
+            entries.tiles,
+            entries.tile_words.astype(np.int64),
+            np.zeros(len(entries.tiles), dtype=np.int64),
+            segments,
+            counts,
+            segments.dense(counts, entries.word_nbytes),
+            [[np.ascontiguousarray(r)] for r in rows],
+            [[np.ascontiguousarray(r)] for r in mask],
+        )
+
+
+def unpack_frames(
+    shapes: FrameShape,
+    frame_tiles: np.ndarray,
+    num_changed: np.ndarray,
+    stored: Sequence[memoryview],
+    planes: np.ndarray,
+) -> RawFrames:
+    """Unpack many frames of one word size.
+
+    Args:
+        shapes: All touched tiles of all frames, one frame after the other; its ``num_changed`` is not looked at.
+        frame_tiles: int64 ``[F]``, tiles of each frame, at least 1.
+        num_changed: int64 ``[F]``, changed words that each record gives.
+        stored: Stored bytes of each frame.
+        planes: int64 ``[F, 3 + 2 w]``, stored length of each plane.
+
+    Returns:
+        The planes; views of ``stored`` where a plane was not compressed.
+
+    Raises:
+        FormatError: A frame breaks a rule of the format.
+    """
+    w, num = shapes.word_nbytes, len(stored)
+    if planes.shape != (num, 3 + 2 * w):
+        raise FormatError(f"sparse frames with planes {planes.shape}, expected ({num}, {3 + 2 * w})")
+    if (planes.sum(axis=1) != [len(s) for s in stored]).any():
+        raise FormatError("planes of a sparse frame do not add up to its stored bytes")
+    frame_of = np.repeat(np.arange(num), frame_tiles)
+    segments = Segments.of(shapes.tile_words)
+    first_tile = np.cumsum(frame_tiles) - frame_tiles
+    first = np.append(segments.first[first_tile], len(segments.words))
+    begin = np.concatenate((np.zeros((num, 1), np.int64), np.cumsum(planes, axis=1)), axis=1)
+    raw = np.empty_like(planes)
+    raw[:, 0] = 4 * np.diff(first)
+    counts = _counts(_unpack(stored, begin, raw, [0])[0], first)
+    _check_counts(counts, segments, first, num_changed, shapes)
+    dense = segments.dense(counts, w)
+    raw[:, 1 : 3 + w] = np.add.reduceat(np.where(dense, 0, counts), first[:-1])[:, None]
+    raw[:, 3 + w :] = np.add.reduceat(np.where(dense, segments.words, 0), first[:-1])[:, None]
+    found = _unpack(stored, begin, raw, range(1, 3 + 2 * w))
+    return RawFrames(
+        w,
+        shapes.tensor_ids,
+        shapes.tiles,
+        shapes.tile_words.astype(np.int64),
+        frame_of,
+        segments,
+        counts,
+        dense,
+        found[: 2 + w],
+        found[2 + w :],
+    )
+
+
+def _unpack(
+    stored: Sequence[memoryview], begin: np.ndarray, raw: np.ndarray, chosen: Sequence[int]
+) -> list[list[np.ndarray]]:
+    """Raw bytes of some planes of every frame: ``[len(chosen)][F]``."""
+    out: list[list[np.ndarray]] = []
+    packed: list[memoryview] = []
+    places: list[tuple[int, int]] = []
+    sizes: list[int] = []
+    for k, plane in enumerate(chosen):
+        row: list[np.ndarray] = []
+        columns = (begin[:, plane].tolist(), begin[:, plane + 1].tolist(), raw[:, plane].tolist())
+        for f, (a, b, n) in enumerate(zip(*columns, strict=True)):
+            part = stored[f][a:b]
+            if b - a > n:
+                raise FormatError(f"plane {plane} of a sparse frame: {b - a} stored bytes for {n} raw ones")
+            if b - a < n:
+                packed.append(part)
+                places.append((k, f))
+                sizes.append(n)
+            row.append(np.frombuffer(part, np.uint8))
+        out.append(row)
+    if packed:
+        for (k, f), data in zip(places, _decompress(packed, np.array(sizes, dtype=np.int64)), strict=True):
+            out[k][f] = data
+    return out
+
+
+def _decompress(packed: Sequence[memoryview], sizes: np.ndarray) -> list[np.ndarray]:
+    """All Zstd frames in one call that holds no lock of the interpreter."""
+    joined = b"".join(packed)
+    lengths = np.array([len(p) for p in packed], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    check_zstd_frames(np.frombuffer(joined, np.uint8), starts, lengths, sizes)
+    decompressor = getattr(_local, "decompressor", None)
+    if decompressor is None:
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
+    table = np.stack((starts, lengths), axis=1).astype("<u8").tobytes()
+    try:
+        found = decompressor.multi_decompress_to_buffer(
+            zstandard.BufferWithSegments(joined, table), decompressed_sizes=sizes.astype("<u8").tobytes()
+        )
+    except zstandard.ZstdError as e:
+        raise FormatError(f"sparse frame: a plane is not a Zstd frame of its length: {e}") from e
+    out = [np.frombuffer(found[i], np.uint8) for i in range(len(sizes))]  # type: ignore[arg-type]
+    if any(len(x) != n for x, n in zip(out, sizes.tolist(), strict=True)):
+        raise FormatError("sparse frame: a plane decodes to another length")
+    return out
+
+
+def _counts(planes: Sequence[np.ndarray], first: np.ndarray) -> np.ndarray:
+    """Counts of all segments (int64 ``[S]``) from the raw counts planes of the frames, each four byte planes."""
+    raw = planes[0] if len(planes) == 1 else np.concatenate(planes)
+    num = np.diff(first)
+    begin, size = np.repeat(4 * first[:-1], num), np.repeat(num, num)
+    at = begin + np.arange(int(first[-1])) - np.repeat(first[:-1], num)
+    out = raw[at].astype(np.int64)
+    for k in range(1, 4):
+        out |= raw[at + k * size].astype(np.int64) << (8 * k)
+    return out
+
+
+def _check_counts(
+    counts: np.ndarray, segments: Segments, first: np.ndarray, num_changed: np.ndarray, shapes: FrameShape
+) -> None:
+    """Every check that counts alone allow."""
+    if (counts > segments.words).any():
+        at = int(np.argmax(counts > segments.words))
+        raise FormatError(f"sparse frame: segment {at} counts {counts[at]} changed words of {segments.words[at]}")
+    totals = np.add.reduceat(counts, first[:-1])
+    if (totals != num_changed).any():
+        f = int(np.argmax(totals != num_changed))
+        raise FormatError(f"sparse frame: counts add up to {int(totals[f])}, the record says {int(num_changed[f])}")
+    tile_counts = np.add.reduceat(counts, segments.first)
+    if not tile_counts.all():
+        at = int(np.argmin(tile_counts))
+        raise FormatError(f"sparse frame: tile {int(shapes.tiles[at])} is listed but unchanged")
+
+
+def check_planes(
+    entries: np.ndarray, masks: np.ndarray, counts: np.ndarray, words: np.ndarray, dense: np.ndarray, word_nbytes: int
+) -> None:
+    """Check positions and values of segments whose planes lie one after the other.
+
+    Args:
+        entries: uint8 ``[2 + w, n]``, entries of the sparse segments.
+        masks: uint8 ``[w, m]``, masks of the dense segments.
+        counts: int64 ``[S]``, changed words of each segment.
+        words: int64 ``[S]``, words of each segment.
+        dense: bool ``[S]``.
+        word_nbytes: Bytes of a word.
+
+    Raises:
+        FormatError: A position past its segment, a value of 0, or a mask with another count.
+    """
+    used = ~dense & (counts > 0)
+    num = counts[used]
+    if len(num):
+        gap = entries[1].astype(np.uint16)
+        gap <<= 8
+        gap |= entries[0]
+        last = np.add.reduceat(gap, np.cumsum(num) - num, dtype=np.int64) + num - 1
+        if (last >= words[used]).any():
+            at = int(np.argmax(last >= words[used]))
+            raise FormatError(f"sparse frame: a position {last[at]} is past the {words[used][at]} words of its segment")
+        value = entries[2] if word_nbytes == 1 else np.bitwise_or.reduce(entries[2:], axis=0)
+        if not value.min():
+            raise FormatError(f"sparse frame: {int((value == 0).sum())} values are 0; a value is never 0")
+    if dense.any():
+        touched = (masks[0] if word_nbytes == 1 else np.bitwise_or.reduce(masks, axis=0)) != 0
+        size = words[dense]
+        found = np.add.reduceat(touched, np.cumsum(size) - size, dtype=np.int64)
+        if (found != counts[dense]).any():
+            at = int(np.argmax(found != counts[dense]))
+            raise FormatError(
+                f"sparse frame: a dense segment has {found[at]} changed words, its count is {counts[dense][at]}"
+            )
+
