@@ -72,16 +72,17 @@ def roll(s: Settings, episode: Episode, sink: Sink, record: Record) -> None:
 
     newest = applied(applier.join())
     for number in range(episode.num_steps):
-        if episode.apply:
-            newest = catch_up(newest)
         generator = torch.Generator().manual_seed(d.seed + number)
         prompts = task.prompts(d.num_prompts, generator).repeat_interleave(d.num_samples, dim=0)
-        with engine.serving():
+        with engine.serving() as version:
             tokens = generate(model, prompts, d.digits, generator)
         rewards = task.rewards(tokens)
-        facts = {name: newest[name] for name in ("version", "sha256", "density", "pause_s")}
-        made = Made(reward=float(rewards.mean()), payload_nbytes=newest["fetched_nbytes"], **facts)
+        facts = {name: newest[name] for name in ("sha256", "density", "pause_s")}
+        made = Made(version, float(rewards.mean()), payload_nbytes=newest["fetched_nbytes"], **facts)
         record({"kind": "made", "run": episode.run, "batch": number, **asdict(made)})
+        if episode.apply:
+            # Before the batch is handed over: what is learned from it cannot make the next one.
+            newest = catch_up(newest)
         folder.put(number, Samples(tokens, rewards, made))
     folder.wait(lambda: folder.last_version() is not None, "the trainer to finish")
     if episode.apply:

@@ -83,7 +83,7 @@ def run(shape: Shape, report: Report, *, pinned: bool) -> None:
     arena.view(torch.int64).random_()
     plans, regions, nbytes = build_plans(shape, arena)
     live = sum(p.nbytes for p in plans)
-    classes = {v: len(ids) for p in plans for v, ids, _ in p.classes}
+    classes = {f"{p.word_nbytes}-byte words": {v: len(ids) for v, ids, _ in p.classes} for p in plans}
     print(
         f"{live / 1e9:.2f} GB live, {len(regions)} tiles, {sum(len(p.rows) for p in plans)} pieces by vector {classes}"
     )

@@ -1,7 +1,7 @@
 """How samples get from the rollout process to the trainer: one file a batch, in a folder.
 
-The trainer takes a file when it begins to learn from it, and ``put`` returns then. So the next batch is generated while
-the trainer computes the next weights, with weights one version older at least: the loop is asynchronous, with a bound.
+The trainer takes a file when it begins to learn from it, and ``put`` returns then: the next batch is generated while the
+trainer computes the next weights. So the rollout is never more than one batch ahead.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ class RawFrames:
         tile_words: int64 ``[T]``.
         frame_of: int64 ``[T]``, frame of each tile.
         segments: Segments of all tiles.
+        segment_tile: int64 ``[S]``, tile of each segment.
         counts: int64 ``[S]``, changed words of each segment.
         dense: bool ``[S]``, segments that are a mask.
         entries: ``[2 + w][F]``, uint8 views: gap low, gap high, value planes of each frame.
@@ -46,16 +47,11 @@ class RawFrames:
     tile_words: np.ndarray
     frame_of: np.ndarray
     segments: Segments
+    segment_tile: np.ndarray
     counts: np.ndarray
     dense: np.ndarray
     entries: Sequence[Sequence[np.ndarray]]
     masks: Sequence[Sequence[np.ndarray]]
-
-    @property
-    def segment_tile(self) -> np.ndarray:
-        """Tile of each segment, int64 ``[S]``."""
-        num = np.diff(np.append(self.segments.first, len(self.counts)))
-        return np.repeat(np.arange(len(num)), num)
 
     @classmethod
     def of(cls, entries: Entries) -> RawFrames:
@@ -69,6 +65,7 @@ class RawFrames:
             entries.tile_words.astype(np.int64),
             np.zeros(len(entries.tiles), dtype=np.int64),
             segments,
+            _tile_of(segments),
             counts,
             segments.dense(counts, entries.word_nbytes),
             [[np.ascontiguousarray(r)] for r in rows],
@@ -123,11 +120,17 @@ def unpack_frames(
         shapes.tile_words.astype(np.int64),
         frame_of,
         segments,
+        _tile_of(segments),
         counts,
         dense,
         found[: 2 + w],
         found[2 + w :],
     )
+
+
+def _tile_of(segments: Segments) -> np.ndarray:
+    num = np.diff(np.append(segments.first, len(segments.words)))
+    return np.repeat(np.arange(len(num)), num)
 
 
 def _unpack(

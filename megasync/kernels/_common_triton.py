@@ -124,12 +124,30 @@ def unsigned(word, W: tl.constexpr):
 
 
 @triton.jit
-def touch_word(address, offset, change, mask, WRITE: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr):
+def touch_word(
+    address, offset, change, mask, WRITE: tl.constexpr, ATOMIC: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr
+):
     """XORs ``change`` in at physical ``offset`` (units) of a storage, and returns the old unit as zero-extended uint64.
 
-    With WRITE off it only reads. Without a use of the result the atomic becomes a reduction that waits for nothing.
+    With WRITE off it only reads. Without a use of the result the atomic becomes a reduction that waits for nothing, which
+    wins where changes are far apart. With ATOMIC off the word is read and written back: no two changes of a launch meet
+    in one word, and where many changes share a sector the write is combined (nibbles share bytes and need the atomic).
     """
-    if W == 8 and PARTS == 1:
+    if WRITE and not ATOMIC and PARTS == 1:
+        if W == 8:
+            plain_ptr = (address + offset * 8).to(tl.pointer_type(tl.int64))
+        elif W == 4:
+            plain_ptr = (address + offset * 4).to(tl.pointer_type(tl.int32))
+        elif W == 2:
+            plain_ptr = (address + offset * 2).to(tl.pointer_type(tl.uint16))
+        else:
+            plain_ptr = (address + offset).to(tl.pointer_type(tl.uint8))
+        plain = tl.load(plain_ptr, mask=mask, other=0)
+        tl.store(plain_ptr, plain ^ change.to(plain.dtype), mask=mask)
+        if W == 4:
+            return plain.to(tl.uint32).to(tl.uint64)
+        return plain.to(tl.uint64)
+    elif W == 8 and PARTS == 1:
         word_ptr = (address + offset * 8).to(tl.pointer_type(tl.int64))
         if WRITE:
             word = tl.atomic_xor(word_ptr, change, mask=mask, sem="relaxed")

@@ -49,6 +49,7 @@ def scatter_kernel(
     PARTS: tl.constexpr,
     WIDE: tl.constexpr,
     WRITE: tl.constexpr,
+    ATOMIC: tl.constexpr,
     SUMS: tl.constexpr,
     CHECK: tl.constexpr,
     DENSE: tl.constexpr,
@@ -111,7 +112,7 @@ def scatter_kernel(
                     inside = inside & (change != 0)
                 else:
                     change = value
-                old = touch_word(address, offset, change, inside, WRITE, W, PARTS)
+                old = touch_word(address, offset, change, inside, WRITE, ATOMIC, W, PARTS)
                 if SUMS > 0:
                     seen = inside & counted
                     new = tl.where(seen, old ^ unsigned(change, 1 if PARTS > 1 else W), 0)

@@ -212,11 +212,11 @@ def word_kernel(
                 if PARTS > 1:
                     change = ((value >> (4 * part)) & 15).to(tl.int32)
                 inside = inside & (change != 0)
-                old = touch_word(address, offset, change, inside, True, W, PARTS)
+                old = touch_word(address, offset, change, inside, True, True, W, PARTS)
                 seen = inside & counted
                 new = tl.where(seen, old ^ unsigned(change, 1 if PARTS > 1 else W), 0)
             else:
-                old = touch_word(address, offset, position, inside, False, W, PARTS)
+                old = touch_word(address, offset, position, inside, False, True, W, PARTS)
                 seen = inside & counted
                 new = tl.where(seen, old, 0)
             if SUMS > 0:

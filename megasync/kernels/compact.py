@@ -91,7 +91,7 @@ def compact_(
     staged = _check(plan, snapshot, lanes)
     if num_slots < 2:
         raise ValueError(f"{num_slots} staging slots: at least 2, so that copy and comparison overlap")
-    spans = list(plan.spans(span_nbytes or (STAGED_SPAN_NBYTES if staged else SPAN_NBYTES)))
+    spans = plan.spans(span_nbytes or (STAGED_SPAN_NBYTES if staged else SPAN_NBYTES))
     if not dispatch.uses_triton(plan.device):
         return (CompactPart(s, compact_reference(plan, s, snapshot, lanes)) for s in spans)
     feed = _Staging(plan, snapshot, spans, num_slots) if staged else _Direct(snapshot)
@@ -108,10 +108,8 @@ def _check(plan: CompactPlan, snapshot: torch.Tensor, lanes: torch.Tensor) -> bo
         raise ValueError(f"the snapshot must be contiguous uint8 [n], got {snapshot.dtype} {tuple(snapshot.shape)}")
     if snapshot.numel() and snapshot.data_ptr() % 8:
         raise ValueError(f"the snapshot starts at {snapshot.data_ptr():#x}, not on 8 bytes")
-    rows = plan.rows
-    need = int((rows[:, 7] + (rows[:, 5] + rows[:, 6]) * plan.vector_nbytes).max(initial=0))
-    if snapshot.numel() < need:
-        raise ValueError(f"the snapshot has {snapshot.numel()} bytes, the plan reads {need}")
+    if snapshot.numel() < plan.snapshot_nbytes:
+        raise ValueError(f"the snapshot has {snapshot.numel()} bytes, the plan reads {plan.snapshot_nbytes}")
     if lanes.dtype is not torch.int64 or lanes.shape != (plan.num_tensors, 4) or not lanes.is_contiguous():
         raise ValueError(f"lanes must be contiguous int64 [{plan.num_tensors}, 4], got {lanes.dtype} {lanes.shape}")
     if lanes.device != plan.device:
@@ -140,7 +138,7 @@ class _Direct:
 class _Staging:
     """Old bytes copied up from pinned memory, some spans ahead, on a stream of their own."""
 
-    def __init__(self, plan: CompactPlan, snapshot: torch.Tensor, spans: list[Span], num_slots: int) -> None:
+    def __init__(self, plan: CompactPlan, snapshot: torch.Tensor, spans: tuple[Span, ...], num_slots: int) -> None:
         self._snapshot, self._spans = snapshot, spans
         size = max((s.snapshot[1] - s.snapshot[0] + 8 for s in spans), default=0)
         num = min(num_slots, len(spans))
@@ -179,7 +177,7 @@ class _Staging:
 
 
 def _pipeline(
-    plan: CompactPlan, snapshot: torch.Tensor, lanes: torch.Tensor, spans: list[Span], feed: _Direct | _Staging
+    plan: CompactPlan, snapshot: torch.Tensor, lanes: torch.Tensor, spans: tuple[Span, ...], feed: _Direct | _Staging
 ) -> Iterator[CompactPart]:
     """Finds one span ahead of emitting, so that the device never waits for the host to learn a span's sizes."""
     widest = max((s.vectors[1] - s.vectors[0] for s in spans), default=0)

@@ -7,7 +7,7 @@ kernels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -51,8 +51,10 @@ class CompactPlan:
         first_piece: int64 ``[S + 1]`` on the host: pieces before each segment.
         first_piece_table: int32, the same on the device.
         segment_words_table: int64 ``[S]``, ``segment_words`` on the device.
-        classes: For each vector size that occurs: the size, the pieces (int32, ascending) on the host and on the device.
+        classes: For each vector size that occurs: the size, the pieces (int32, ascending) on the host and on the
+            device.
         device: Where the live words are.
+        snapshot_nbytes: Bytes that the snapshot must have at least.
     """
 
     word_nbytes: int
@@ -69,17 +71,25 @@ class CompactPlan:
     segment_words_table: torch.Tensor
     classes: tuple[tuple[int, np.ndarray, torch.Tensor], ...]
     device: torch.device
+    snapshot_nbytes: int
+    _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
         """Live bytes compared."""
         return int((self.rows[:, 6] * self.vector_nbytes).sum())
 
-    def spans(self, max_nbytes: int) -> Iterator[Span]:
+    def spans(self, max_nbytes: int) -> tuple[Span, ...]:
         """Cuts the plan into spans of whole segments of about ``max_nbytes`` live bytes (at least one segment each).
 
-        Vectors count as 8 bytes: the scratch of a span is a quarter of ``max_nbytes`` whatever their size.
+        Vectors count as 8 bytes: the scratch of a span is a quarter of ``max_nbytes`` whatever their size. The cut is
+        kept, since it costs more than a span takes.
         """
+        if max_nbytes not in self._spans:
+            self._spans[max_nbytes] = tuple(self._cut(max_nbytes))
+        return self._spans[max_nbytes]
+
+    def _cut(self, max_nbytes: int) -> Iterator[Span]:
         vectors = np.append(self.rows[:, 14], self.rows[:, 6].sum())
         ends = vectors[self.first_piece] * 8
         begin = 0
@@ -156,6 +166,7 @@ def plan_compact(
         torch.from_numpy(segment_words).to(device),
         tuple((v, ids, torch.from_numpy(ids).to(device)) for v, ids in classes),
         device,
+        int((table[:, 7] + (table[:, 5] + table[:, 6]) * vector_nbytes).max(initial=0)),
     )
 
 

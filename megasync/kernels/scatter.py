@@ -128,6 +128,7 @@ def launch_scatter(
     dense_before: int = 0,
     block: int | None = None,
     num_warps: int | None = None,
+    atomic: bool | None = None,
 ) -> None:
     """Launches the kernel on segments ``begin`` to ``end`` of a launch; arguments already checked.
 
@@ -145,6 +146,7 @@ def launch_scatter(
         dense_before: The same of dense words.
         block: Entries a program takes at a time, None to choose by the mean count.
         num_warps: Warps of a program, None to choose.
+        atomic: XOR by atomics, or read and write back; None to choose by the mean count.
     """
     from megasync.kernels._scatter_triton import scatter_kernel
 
@@ -175,6 +177,7 @@ def launch_scatter(
         PARTS=2 * w if group.nibble else 1,
         WIDE=group.wide,
         WRITE=write,
+        ATOMIC=True if atomic is None else atomic,
         SUMS=sums,
         CHECK=faults is not None,
         DENSE=dense > 0,

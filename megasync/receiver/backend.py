@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.receiver.sums import Sums
@@ -55,11 +57,15 @@ class Placed(ABC):
         num_changed: Canonical words that this rank changes, replicas included.
         nbytes: Memory that this takes.
         shared: Whether a write may touch bytes that another `Placed` writes too (nibbles): then never in parallel.
+        blind: Which words are touched is only known while they are written (a mask that is decoded layer by layer): there
+            is nothing to prove before. The tracked state digest and the identity of the storage are then the proof of the
+            base, and what is read back is the proof of both.
     """
 
     num_changed: int
     nbytes: int
     shared: bool = False
+    blind: bool = False
 
     @abstractmethod
     def prove(self) -> tuple[Sums, Sums]:
@@ -91,14 +97,47 @@ class Placed(ABC):
         harm."""
 
 
+class Placing:
+    """The frames of one publication, on their way to live addresses.
+
+    Backends that place a publication as a whole override it; by default every range of frames is placed by itself.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:
+        """See ``Backend.place``; thread-safe."""
+        return self.backend.place(frames)
+
+    def finish(self) -> list[Placed]:
+        """What is placed once all frames were given; called once, after the last ``place`` has returned."""
+        return []
+
+
 class Backend(ABC):
     """Places frames for one bound engine rank.
 
     Attributes:
         name: What ran, for results: ``cpu``, ``scatter``, ``de``, ``sm``.
+        threads: Whether ``place`` and ``prove`` gain from several threads. Not where they are many short numpy calls,
+            which wait for one another's interpreter lock (measured: slower from two threads on); reads, digests of
+            stored bytes and writes run on the pool all the same.
+        entry_nbytes: About what a staged changed word takes, to see before staging whether it fits.
     """
 
     name: str
+    threads: bool = False
+    entry_nbytes: int = 32
+
+    def begin(self, manifest: Manifest, frames: np.ndarray) -> Placing:
+        """Start to place a publication.
+
+        Args:
+            manifest: The publication.
+            frames: Numbers of the frames that will be given.
+        """
+        return Placing(self)
 
     @abstractmethod
     def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:

@@ -1,7 +1,7 @@
 """Which backend places and writes: chosen by name, or by one rule, and reported in every result.
 
-``auto`` takes ``cpu`` where all live weights are in host memory; ``mask`` is the plain reference for any device. Backends
-of other devices are given as a callable, or named here by their module. Must import nothing above backend.
+``auto`` takes ``cpu`` where all live weights are in host memory; ``mask`` is the plain reference for any device.
+Backends of other devices are given as a callable, or named here by their module. Must import nothing above backend.
 """
 
 from __future__ import annotations

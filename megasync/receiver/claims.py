@@ -1,7 +1,7 @@
 """Claims: what the ranks of an engine tell each other when they bind, and what follows from it.
 
-Each rank says which words have their primary place on it, and which slices it holds as a replica of another rank's. Used by
-bind. Must import nothing above leads.
+Each rank says which words have their primary place on it, and which slices it holds as a replica of another rank's.
+Used by bind. Must import nothing above leads.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ MASK_DENSITY = 0.125
 
 
 PLACED_CHANGED = 1 << 17
-"""Changed words that are placed together: enough for a kind to fill a workspace, few enough that threads share the write."""
+"""Changed words that are placed together: enough for a kind to fill a workspace, few enough that threads share the
+write."""
 
 
 class CpuPlaced(Placed):

@@ -150,8 +150,8 @@ class MaskPlaced(Placed):
 
 
 class MaskBackend(Backend):
-    """Every frame as masks of whole tiles, through ``layout.evaluate``: any device, digests on the host. Slow and plain:
-    what other backends are compared with, and what works where none was written for the device."""
+    """Every frame as masks of whole tiles, through ``layout.evaluate``: any device, digests on the host. Slow and
+    plain: what other backends are compared with, and what works where none was written for the device."""
 
     name = "mask"
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
 
-from megasync.kernels.records import PackedRecords, pack_records
+from megasync.kernels.records import PackedRecords, RecordLike, pack_records
 from megasync.layout.modes import Remap
 from megasync.receiver.bind import Binding
 from megasync.receiver.leads import Held, clip
@@ -66,14 +67,13 @@ class DeviceLayout:
         with leading axes of extent 1."""
         ndim = max((x.places.num_axes for x in self.words.values()), default=1)
         of: dict[TileGrid, tuple[np.ndarray, np.ndarray]] = {}
-        for i, grid in enumerate(self.binding.schema.grids):
-            if grid not in of:
-                starts, extents = grid.boxes(np.arange(grid.num_tiles))
-                pad = ((0, 0), (max(ndim - starts.shape[1], 0), 0))
-                of[grid] = tuple(  # type: ignore[assignment]
-                    np.pad(x, pad, constant_values=c)[:, -ndim:].astype(np.int32) for x, c in ((starts, 0), (extents, 1))
-                )
-            del i
+        for grid in set(self.binding.schema.grids):
+            starts, extents = grid.boxes(np.arange(grid.num_tiles))
+            pad = ((0, 0), (max(ndim - starts.shape[1], 0), 0))
+            of[grid] = (
+                np.pad(starts, pad)[:, -ndim:].astype(np.int32),
+                np.pad(extents, pad, constant_values=1)[:, -ndim:].astype(np.int32),
+            )
         both = [of[g] for g in self.binding.schema.grids]
         return np.concatenate([b[0] for b in both]), np.concatenate([b[1] for b in both])
 
@@ -155,7 +155,8 @@ def _pack_words(w: int, ids: list[int], held: list[Held], storages: dict[str, to
 
     def pack(records: list[list[Remap]], digest: str = "primary") -> PackedRecords:
         names = {r.storage for one in records for r in one}
-        return pack_records(w, shapes, records, {n: s for n, s in storages.items() if n in names}, digest=digest)
+        mine = {n: s for n, s in storages.items() if n in names}
+        return pack_records(w, shapes, cast("list[list[RecordLike]]", records), mine, digest=digest)
 
     replicas = [[r for r, ok in zip(h.layout.records, h.lead, strict=True) if ok and not r.primary] for h in held]
     copies = []

@@ -70,6 +70,11 @@ class Session:
         kept = self.last.staged.nbytes if self.last is not None else 0
         return kept + sum(s.nbytes for s in self.staged.values())
 
+    @property
+    def proof_pool(self) -> ThreadPoolExecutor | None:
+        """Threads for proofs, None where the backend does not gain from several."""
+        return self.pool if self.backend.threads else None
+
     def hold(self, ledger: Ledger, state: State) -> None:
         """Record a version that was just proven. Where the disk refuses, the file still says ``updating``."""
         self.ledger = ledger
@@ -155,7 +160,7 @@ def advance(session: Session, manifest: Manifest, state: State, result: UpdateRe
             )
             assert session.ledger is not None  # deltas are routed from a ledger
             with session.telemetry.span("prove"):
-                proven = prove(session.binding, session.ledger, staged, session.pool)
+                proven = prove(session.binding, session.ledger, staged, session.proof_pool)
     finally:
         session.staged.pop(manifest.digest, None)
     if manifest.what == "delta" and not manifest.num_changed:
@@ -194,7 +199,7 @@ def retreat(session: Session, state: State, result: UpdateResult) -> UpdateResul
         binding,
         f"proof of version {back.base_version} before rolling back",
         ids,
-        lambda: [[before for before, _ in run_all(session.pool, [p.prove for p in placed])]],
+        lambda: [[before for before, _ in run_all(session.proof_pool, [p.prove for p in placed])]],
     )
     check_after(binding.schema, back.base_version, ids, back.before, found)
     session.staged.clear()

@@ -1,16 +1,19 @@
 """Stage: a publication made ready in memory while the engine serves; nothing live is written.
 
-Fetch, decode and place run together on the pool. ``prove`` then compares the live words at the touched positions with
-the manifest, over all ranks: it may run as part of staging where the base is live already, and runs just before the
-apply where a version was staged ahead. Comes after fetch, before apply.
+Reads and digest checks run on the pool, decode and place beside them where the backend gains from it. ``prove`` then
+compares the live words at the touched positions with the manifest, over all ranks: it may run as part of staging where
+the base is live already, and runs just before the apply where a version was staged ahead. Comes after fetch, before
+apply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -113,22 +116,32 @@ def stage(
     started = perf_counter()
     total, fetched = _Total(), Fetched()
 
-    def consume(frames: Sequence[FetchedFrame]) -> tuple[list[Placed], list[tuple[Sums, Sums]]]:
-        placed = backend.place(frames)
-        return placed, [p.prove() for p in placed] if read_live else []
-
     frames = binding.frames_of(manifest)
-    results = fetch(reader, binding.schema, manifest, frames, consume, pool, in_flight=in_flight, fetched=fetched)
-    for placed, sums in results:
+    placing = backend.begin(manifest, frames)
+
+    def proven(placed: list[Placed]) -> tuple[list[Placed], list[tuple[Sums, Sums]]]:
+        return placed, [p.prove() for p in placed if not p.blind] if read_live else []
+
+    def place(frames: Sequence[FetchedFrame]) -> tuple[list[Placed], list[tuple[Sums, Sums]]]:
+        return proven(placing.place(frames))
+
+    def add(placed: list[Placed], sums: list[tuple[Sums, Sums]]) -> None:
         total.placed += placed
         total.sums += sums
         total.nbytes += sum(p.nbytes for p in placed)
         if total.nbytes > limit_nbytes:
-            results.close()
             raise MemoryPlanError(
                 f"version {manifest.version} of {manifest.num_changed} changed words takes more than staged_limit_nbytes "
                 f"{limit_nbytes} after {fetched.num_frames} of {len(frames)} frames; nothing was touched. Raise the limit"
             )
+
+    consume: Callable[[Sequence[FetchedFrame]], Any] = place if backend.threads else list
+    with closing(
+        fetch(reader, binding.schema, manifest, frames, consume, pool, in_flight=in_flight, fetched=fetched)
+    ) as results:
+        for result in results:
+            add(*(result if backend.threads else place(result)))
+    add(*proven(placing.finish()))
     return Staged(
         manifest,
         tuple(total.placed),

@@ -103,7 +103,11 @@ class MegasyncCallback:
         with self.telemetry.span("start"):
             started = start(exporter, self.sink, self.config, groups.control, self.base)
         optimizer = self.optimizer if self.optimizer is not None else getattr(context, "optimizer", None)
-        self._enter(exporter, started, groups, optimizer)
+        try:
+            self._enter(exporter, started, groups, optimizer)
+        except BaseException:
+            self.close()  # no thread and no hook of a start that failed stays behind; it may be tried again
+            raise
 
     def _enter(self, exporter: Exporter, started: Started, groups: Groups, optimizer: Any) -> None:
         """Start the threads and hooks; publish version 0 where it is an anchor."""
@@ -122,7 +126,7 @@ class MegasyncCallback:
         self._state = _State(exporter, groups.control, started, masker, hooks, flights, started.head.version + 1)
         if started.needs_anchor:
             self._state.next_version = 1
-            flights.add(Flight(0, AnchorMasked(started.schema, started.snapshot), self.facts(), anchor=True))
+            flights.add(Flight(0, AnchorMasked(started.schema, started.snapshot), self._info(), anchor=True))
             self._look(drain=True)
 
     def _make_masker(self, started: Started, algorithm: int) -> Masker:
@@ -162,7 +166,7 @@ class MegasyncCallback:
         """Count a step and publish when its turn has come.
 
         Args:
-            skipped: The optimizer did not step (inf or nan gradients): weights are unchanged, the step still counts.
+            skipped: The optimizer did not step (inf or nan gradients): what it writes is unchanged, the step still counts.
 
         Returns:
             The version that is on its way, or None where nothing was published at this step.
@@ -174,7 +178,7 @@ class MegasyncCallback:
         """
         state = self._running()
         state.steps += 1
-        state.unpublished |= not skipped
+        state.unpublished |= not skipped or state.started.volatile
         state.hooks.step_ended()
         if state.steps % self.config.every:
             return None
@@ -235,7 +239,7 @@ class MegasyncCallback:
         if not state.checked_first:
             self._check_first(masked)
         state.unpublished = False
-        state.flights.add(Flight(version, masked, self.facts()))
+        state.flights.add(Flight(version, masked, self._info()))
         return version
 
     def _mask(self, late: tuple[int, ...]) -> Masked:
@@ -301,12 +305,31 @@ class MegasyncCallback:
 
     def _settled(self, outcome: Outcome) -> None:
         self.telemetry.count("published" if outcome.durable else "failed")
-        self.on_outcome(outcome)
+        try:
+            self.on_outcome(outcome)
+        except Exception:  # its error would end this thread, and with it the run on every rank
+            log.exception(
+                "megasync: on_outcome failed for version %d; the publication is not concerned", outcome.version
+            )
+
+    def _info(self) -> dict[str, str | int | float]:
+        """The facts, as far as there are any: the pass has begun, so that an error here would lose its changes."""
+        try:
+            return {str(k): v if type(v) in (str, int, float) else _plain(v) for k, v in self.facts().items()}
+        except Exception as e:
+            log.warning("megasync: facts() failed (%s: %s); the version is published without", type(e).__name__, e)
+            return {}
 
     def _running(self) -> _State:
         if self._state is None:
             raise ValueError("MegasyncCallback is not running: call on_train_start first, on every rank")
         return self._state
+
+
+def _plain(value: object) -> str | int | float:
+    """A number of another library as Python's own, anything else as text."""
+    number = value.item() if hasattr(value, "item") else value
+    return number if type(number) in (int, float) else str(value)  # type: ignore[return-value]
 
 
 @dataclass

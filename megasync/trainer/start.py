@@ -67,6 +67,7 @@ class Started:
         lineage: On the head writer.
         needs_anchor: Version 0 is still to be published, as an anchor.
         device: Where the live weights are.
+        volatile: Some rank has weights that something other than the optimizer writes.
     """
 
     schema: Schema
@@ -76,6 +77,7 @@ class Started:
     lineage: Lineage | None
     needs_anchor: bool
     device: torch.device
+    volatile: bool
 
 
 def together(group: ProcessGroup | None, what: str, timeout_s: float, work: Callable[[], T]) -> T:
@@ -157,7 +159,9 @@ def start(
     if anchor:
         lineage = Lineage(schema, head, -1, b"", np.zeros_like(sums), lineage.mix)
     mine = lineage if rank_of(group) == HEAD_WRITER else None
-    return Started(schema, plan, snapshot, lineage.head, mine, anchor, device)
+    volatile = any(p.volatile for p in exporter.pieces())
+    told = all_gather_bytes(group, bytes([volatile]), "whether weights are volatile", timeout)
+    return Started(schema, plan, snapshot, lineage.head, mine, anchor, device, b"\x01" in map(bytes, told))
 
 
 def lanes_for(device: torch.device) -> LanesOf:

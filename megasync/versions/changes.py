@@ -118,23 +118,18 @@ def _rows_of_units(words: np.ndarray) -> np.ndarray | None:
 
 def _compare_units(a: np.ndarray, b: np.ndarray, word: np.dtype, first: int) -> Differences | None:
     """Changed words of two equal shapes of 8-byte units, ``a`` contiguous; None where there are none."""
-    flags = _flags()[: -(-a.size // 8) * 8]
-    flags[a.size :] = False
-    np.not_equal(a, b, out=flags[: a.size].reshape(a.shape))
-    eight = flags.view("<u8")
-    group = np.flatnonzero(eight != 0)
-    if not len(group):
+    flags = _flags()[: a.size]
+    np.not_equal(a, b, out=flags.reshape(a.shape))
+    unit = flags.nonzero()[0]
+    if not len(unit):
         return None
-    if len(group) * 2 > len(eight):
+    if 2 * len(unit) > a.size:  # most units changed: word by word is cheaper than picking them
         old, new = a.reshape(-1).view(word), np.ascontiguousarray(b).reshape(-1).view(word)
-        index = np.flatnonzero(old != new)
+        index = (old != new).nonzero()[0]
         return Differences(index + first, old[index], new[index])
-    # Few changed: eight flags at a time, since numpy's own search would take longer than the compare itself.
-    inner = np.flatnonzero(eight[group].view(bool))
-    unit = (group[inner >> 3] << 3) + (inner & 7)
     old = a.reshape(-1)[unit].view(word)
     new = (b.reshape(-1)[unit] if len(b) == 1 else b[np.divmod(unit, b.shape[1])]).view(word)
-    lane = np.flatnonzero(old != new)
+    lane = (old != new).nonzero()[0]
     shift = 4 - word.itemsize.bit_length()  # log2 of the words of a unit
     index = (unit[lane >> shift] << shift) + (lane & ((1 << shift) - 1)) + first
     return Differences(index, old[lane], new[lane])
@@ -144,7 +139,7 @@ def _flags() -> np.ndarray:
     """This thread's flags of a chunk."""
     found: np.ndarray | None = getattr(_local, "flags", None)
     if found is None:
-        found = _local.flags = np.empty(_CHUNK_UNITS + 8, dtype=bool)
+        found = _local.flags = np.empty(_CHUNK_UNITS, dtype=bool)
     return found
 
 

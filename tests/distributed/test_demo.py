@@ -26,10 +26,10 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.megatron_cases import preload_megatron, quiet_megatron
 
 preload_megatron()
+pytestmark = pytest.mark.timeout(240)  # the first test of a world size runs all its layouts
 
 LAYOUTS: dict[int, dict[str, list[str]]] = {
     2: {
-        "tp2": ["parallel=tp2"],
         "tp2_sp": ["parallel=tp2_sp", "model=tiny_qwen3"],
         "pp2": ["parallel=pp2", "model=tiny_qwen3", "publish.every=2"],
         "pp2_vpp2": ["parallel=pp2_vpp2", "model.num_layers=4"],
@@ -68,7 +68,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
             Path(s.out).mkdir()
         with ThreadPoolExecutor(1) as pool:
             rolling = pool.submit(lambda: [roll_all(s) for s in settings.values()])
-            run_ranks(_train, size, folder, settings, timeout_s=110.0)
+            run_ranks(_train, size, folder, settings, timeout_s=200.0)
             rolling.result()
         rows = {n: [read_rows(folder / n / f"{who}.jsonl") for who in ("trainer", "rollout")] for n in settings}
         return {n: (s, make_report(s, *rows[n])) for n, s in settings.items()}
@@ -87,7 +87,7 @@ def test_every_version_is_bit_exact(size: int, name: str, ran: Ran) -> None:
     )
     assert report["versions"] == len(deltas) + 1
     assert all(0 < v["payload_nbytes"] and 0 < v["pause_s"] for v in deltas)
-    assert report["phases"]["fine"]["density"] < 0.1 < report["phases"]["learn"]["density"]
+    assert deltas[-1]["density"] < 0.1 < deltas[0]["density"]
     assert report["staleness"]["least"] >= 1
 
 
@@ -107,12 +107,11 @@ def test_the_run_in_the_sink_says_where_each_version_comes_from(size: int, name:
 def test_the_full_gather_has_the_bytes_of_a_model_in_one_piece(tmp_path: Path) -> None:
     """The demo's oracle itself: the gather of a sharded model is the checkpoint of the same model on one rank."""
     whole = run_ranks(_gather, 1, tmp_path, ["parallel=single"])[0]
-    for name in ("tp2", "cp2"):
-        parts = run_ranks(_gather, 2, tmp_path, [f"parallel={name}"])
-        assert parts[1] is None
-        assert parts[0].keys() == whole.keys()
-        for tensor, value in whole.items():
-            assert torch.equal(parts[0][tensor], value), tensor
+    parts = run_ranks(_gather, 2, tmp_path, ["parallel=tp2"])
+    assert parts[1] is None
+    assert parts[0].keys() == whole.keys()
+    for tensor, value in whole.items():
+        assert torch.equal(parts[0][tensor], value), tensor
 
 
 def _gather(rank: int, world_size: int, overrides: list[str]) -> dict[str, torch.Tensor] | None:

@@ -12,9 +12,16 @@ import torch
 
 from megasync.kernels import dispatch
 from megasync.kernels.compact import compact_
+from megasync.kernels.compact_plan import plan_compact
+from megasync.kernels.compact_runs import Region
+from megasync.kernels.planes import Planes, planes_reference, segments_of
+from megasync.kernels.records import pack_records
 from megasync.kernels.scatter import new_lanes, scatter_xor_, touched_sums_
+from megasync.kernels.scatter_plan import Tiles, plan_scatter
+from megasync.kernels.scatter_stream import EntryRing, scatter_xor_streamed_
 from megasync.kernels.walk import audit_, dense_xor_
 from megasync.kernels.walk_plan import plan_audit, plan_dense
+from megasync.tiles import make_grid
 from tests.gpu import kernel_cases as cases
 
 
@@ -96,6 +103,73 @@ def walk_tiny(device: str) -> None:
     """All word sizes; nibbles and odd layouts for bytes."""
     for w in (1, 2, 4, 8):
         walk(device, w, 0.01, tiny=True)
+
+
+def streamed(w: int, density: float, seed: int = 0) -> None:
+    """Entries in pinned memory through a ring far smaller than they are."""
+    case = cases.scatter_case(w, density, seed, "cuda")
+    after, sums = cases.oracle(case)
+    entries, dense = case.planes.entries.cpu().pin_memory(), case.planes.dense.cpu().pin_memory()
+    planes = Planes(w, case.planes.counts, entries, dense)
+    ring = EntryRing(w, torch.device("cuda", torch.cuda.current_device()), chunk_entries=65_536, num_slots=2)
+    lanes = new_lanes(case.plan)
+    scatter_xor_streamed_(case.plan, planes, ring, lanes, touched_old=True)
+    assert [cases.as_lanes(r) for r in lanes.cpu()] == sums
+    for name, want in after.items():
+        np.testing.assert_array_equal(case.storages[name].cpu().numpy(), want, err_msg=name)
+
+
+def broken(device: str) -> None:
+    """Gaps past the segment and zero values are counted; bytes outside the tile stay as they are."""
+    case = cases.scatter_case(1, 0.003, 5, device)
+    before = {k: v.clone() for k, v in case.storages.items()}
+    case.planes.entries[1, -5:] = 255
+    case.planes.entries[2, :3] = 0
+    lanes, faults = new_lanes(case.plan), torch.zeros(1, dtype=torch.int32, device=device)
+    touched_sums_(case.plan, case.planes, lanes, faults)
+    assert int(faults) >= 8
+    scatter_xor_(case.plan, case.planes)
+    scatter_xor_(case.plan, case.planes)
+    assert all(torch.equal(case.storages[k], before[k]) for k in before)
+
+
+def large(device: str) -> None:
+    """Words past 4 GiB, through records whose merged axes pass 2^31, and back through compaction and audit."""
+    shape = (5, 1 << 20, 1024)
+    live = torch.zeros(5 << 30, dtype=torch.uint8, device=device)
+    merged = cases.remap(shape, (0, 0, 0), shape, [(0, 0, 1, 1)], merge=((0, 1, 2),))
+    split = cases.remap(shape, (0, 0, 0), shape, [(0, 0, 1, 1 << 30), (1, 0, 1, 1024), (2, 0, 1, 1)])
+    grid = make_grid(shape, 1)
+    box = grid.box(grid.num_tiles - 1)
+    tiles = Tiles(np.zeros(1, dtype=np.int64), np.array([box.start]), np.array([box.extent]))
+    words = box.num_words
+    at = np.array([0, 70_000, words - 1])
+    value = np.array([7, 8, 9], dtype=np.uint8)
+    _, _, sizes = segments_of(tiles.words)
+    planes = planes_reference(at // 65_536, at % 65_536, value, sizes, 1)
+    planes = Planes(1, planes.counts, planes.entries.to(device), planes.dense.to(device))
+    flat = ((5 << 30) - words) + at
+    weights = cases.WordWeights.of(flat, 1)
+    for record in (merged, split):
+        records = pack_records(1, [shape], [[record]], {"s": live})
+        plan = plan_scatter(tiles, planes.counts.numpy(), records)
+        lanes = new_lanes(plan)
+        scatter_xor_(plan, planes, lanes)
+        assert torch.nonzero(live[-words:])[:, 0].tolist() == at.tolist()
+        assert live[torch.from_numpy(flat).to(device)].tolist() == value.tolist()
+        assert cases.as_lanes(lanes[0].cpu())[1] == weights.lanes(value)
+        if device != "cpu":
+            audited = new_lanes(plan)
+            audit_(plan_audit(records), audited)
+            assert torch.equal(audited[:, :2], lanes[:, 2:])
+        view = live.view(shape)[tuple(slice(a, a + n) for a, n in zip(box.start, box.extent, strict=True))]
+        compaction = plan_compact(1, [shape], tiles, [Region(0, box.start, view, 0)], words)
+        found = torch.zeros_like(lanes)
+        (part,) = compact_(compaction, torch.zeros(words, dtype=torch.uint8, device=device), found)
+        assert torch.equal(part.planes.entries, planes.entries)
+        assert torch.equal(found, lanes)
+        scatter_xor_(plan, planes)
+        assert int(live[-words:].count_nonzero()) == 0
 
 
 def scatter_tiny(device: str) -> None:

@@ -36,8 +36,8 @@ SPECS = [
     TensorSpec("layers.0.packed", "U8", (3, 5, 64, 70), layer=0),
     TensorSpec("layers.0.qkv", "BF16", (768, 384), layer=0),
     TensorSpec("layers.0.ids", "I64", (70, 90), layer=0),
-    TensorSpec("layers.1.w", "BF16", (1536, 1536), layer=1),
-    TensorSpec("layers.1.wide", "U8", (1030, 1100), layer=1),
+    TensorSpec("layers.1.w", "BF16", (1040, 520), layer=1),
+    TensorSpec("layers.1.wide", "U8", (516, 700), layer=1),
 ]
 CHUNK_OF = {"norm": 1, "layers.1.w": 1, "layers.1.wide": 1}
 VOLATILE = {"layers.0.bias"}

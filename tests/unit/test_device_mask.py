@@ -236,7 +236,7 @@ def test_a_rank_that_owns_nothing_has_empty_passes() -> None:
     masker.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_frames_end_where_the_rule_of_the_format_says(data: st.DataObject) -> None:
     shapes = [(70_000,), (1 << 20,), (1 << 20, 40), (5,)]

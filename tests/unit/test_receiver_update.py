@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from megasync.config import ApplyConfig
 from megasync.receiver.applier import Applier
+from megasync.receiver.backend import FetchedFrame, Placed
+from megasync.receiver.cpu import CpuBackend
 from megasync.sinks.memory import MemorySink
 from tests.unit.publishing import Publisher, changed, make_schema, random_words, spec
 from tests.unit.receiving import plain_engine, words_of
@@ -43,3 +48,30 @@ def test_update(codec: str, workers: int) -> None:
         for name, expected in words.items():
             np.testing.assert_array_equal(words_of(engine.live[name]).reshape(expected.shape), expected)
         assert applier.audit().version == v
+
+
+def test_backends_that_gain_from_threads_place_and_prove_on_the_pool() -> None:
+    seen: set[str] = set()
+
+    class Threaded(CpuBackend):
+        threads = True
+
+        def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:
+            seen.add(threading.current_thread().name)
+            return super().place(frames)
+
+    publisher = Publisher(MemorySink(), make_schema("run", SPECS))
+    words = random_words(SPECS)
+    publisher.checkpoint(words)
+    engine = plain_engine(words)
+    applier = Applier(engine, publisher.sink, ApplyConfig(workers=2), backend=Threaded)
+    applier.join()
+    for v in (1, 2):
+        words = changed(words, 0.02, seed=v)
+        publisher.delta(words)
+    assert applier.stage(2) is not None
+    assert applier.update().versions == (1, 2)
+    assert all(name.startswith("megasync") for name in seen)
+    for name, expected in words.items():
+        np.testing.assert_array_equal(words_of(engine.live[name]).reshape(expected.shape), expected)
+    applier.close()

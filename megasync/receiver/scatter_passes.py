@@ -1,0 +1,134 @@
+"""Passes of the scatter kernels over staged planes: read, or write and read back, from HBM or from pinned memory.
+
+A pass is cut in steps, and what was launched is written down, so that an undo knows how far a write came. From pinned memory
+chunks of entries are copied up while those before them are worked on; the read-back of a chunk follows its write while its
+entries are still in the slot. Comes between ``scatter_tables`` and ``scatter_placed``. Must import nothing above kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megasync.kernels import dispatch
+from megasync.kernels.planes import Planes
+from megasync.kernels.scatter import launch_scatter, scatter_xor_, touched_sums_
+from megasync.kernels.scatter_plan import ScatterLaunch, ScatterPlan
+from megasync.kernels.scatter_stream import EntryRing, chunks_of
+
+_ALL_SUMS = 4  # columns: touched-old and new minus old, two lanes each
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part of a pass that is launched at once; without a launch it is the whole plan."""
+
+    launch: ScatterLaunch | None = None
+    begin: int = 0
+    end: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a write came.
+
+    Attributes:
+        done: Steps that were launched, oldest first.
+        begun: Step whose launch was called and did not return.
+    """
+
+    done: list[Step] = field(default_factory=list)
+    begun: Step | None = None
+
+    def clear(self) -> None:
+        """Nothing is written."""
+        self.done.clear()
+        self.begun = None
+
+
+class Passes:
+    """Runs the kernels for the planes of one word size.
+
+    Args:
+        ring: Slots in HBM that pinned planes pass through; None where planes are on the device (or all on the CPU).
+    """
+
+    def __init__(self, ring: EntryRing | None = None) -> None:
+        self.ring = ring
+
+    def steps(self, plan: ScatterPlan) -> list[Step]:
+        """The steps of a pass."""
+        if self.ring is not None:
+            return [Step(x, *c) for x in plan.launches for c in chunks_of(x, self.ring.chunk_entries)]
+        if dispatch.uses_triton(plan.records.device):
+            return [Step(x, 0, len(x.segments)) for x in plan.launches]
+        return [Step()]
+
+    def read(self, plan: ScatterPlan, planes: Planes, lanes: torch.Tensor, faults: torch.Tensor) -> None:
+        """Add the sums of the live words at the touched positions to ``lanes``, broken entries to ``faults``."""
+        if self.ring is None:
+            touched_sums_(plan, planes, lanes, faults)
+            return
+        for step in self.steps(plan):
+            self._step(step, plan, planes, lanes, faults, write=False)
+
+    def write(
+        self,
+        plan: ScatterPlan,
+        planes: Planes,
+        progress: Progress,
+        lanes: torch.Tensor | None = None,
+        faults: torch.Tensor | None = None,
+        *,
+        steps: list[Step] | None = None,
+    ) -> None:
+        """XOR the planes in.
+
+        Args:
+            plan: Tables.
+            planes: Entries.
+            progress: What was launched is added; taken away again where ``steps`` are given (an undo).
+            lanes: Where given, the words are read back and their sums added.
+            faults: With ``lanes``.
+            steps: Only these.
+        """
+        undo = steps is not None
+        for step in self.steps(plan) if steps is None else steps:
+            progress.begun = step
+            self._step(step, plan, planes, lanes if self.ring is not None else None, faults, write=True)
+            if undo:
+                progress.done.remove(step)
+            else:
+                progress.done.append(step)
+            progress.begun = None
+        if self.ring is None and lanes is not None and faults is not None:
+            touched_sums_(plan, planes, lanes, faults)
+
+    def _step(
+        self,
+        step: Step,
+        plan: ScatterPlan,
+        planes: Planes,
+        lanes: torch.Tensor | None,
+        faults: torch.Tensor | None,
+        *,
+        write: bool,
+    ) -> None:
+        if step.launch is None:
+            scatter_xor_(plan, planes)
+            return
+        launch, begin, end = step.launch, step.begin, step.end
+        here, before, slot = planes, (0, 0), -1
+        if self.ring is not None:
+            spans = [(int(f[begin]), int(f[end])) for f in (launch.first_entry, launch.first_dense)]
+            here, slot, copied = self.ring.fill(planes, *spans)
+            torch.cuda.current_stream(plan.records.device).wait_event(copied)
+            before = spans[0][0], spans[1][0]
+        where = {"begin": begin, "end": end, "entries_before": before[0], "dense_before": before[1]}
+        if write:
+            launch_scatter(launch, plan, here, None, None, write=True, sums=0, **where)
+        if lanes is not None:
+            launch_scatter(launch, plan, here, lanes, faults, write=False, sums=_ALL_SUMS, **where)
+        if self.ring is not None:
+            self.ring.release(slot)

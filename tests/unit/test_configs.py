@@ -1,0 +1,161 @@
+"""Every choice of configs/ composes and is accepted or refused as it should be; what cannot work fails with its fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.check import main
+from launch.checks import check
+from launch.compose import CONFIGS, compose
+from launch.settings import Settings, episodes
+from megasync.codecs.choice import check_codec
+from megasync.config import GatherKind, OnError, SnapshotPlace
+
+GROUPS = ("model", "parallel", "codec", "snapshot", "gather", "sink", "engine", "demo")
+CHOICES = [(g, p.stem) for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))]
+COMPANIONS = {"ep2": ["model=tiny_moe"], "pp2_vpp2": ["model.num_layers=4"]}
+NEED_CUDA = {("snapshot", "device"), ("gather", "nccl")}
+
+
+def test_every_file_belongs_to_a_known_group() -> None:
+    files = {p.relative_to(CONFIGS).as_posix() for p in CONFIGS.rglob("*.yaml")}
+    assert files == {"main.yaml"} | {f"{g}/{name}.yaml" for g, name in CHOICES}
+    assert {g for g, _ in CHOICES} == set(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES)
+def test_every_choice_composes(group: str, name: str) -> None:
+    s = compose([f"{group}={name}", *COMPANIONS.get(name, [])])
+    check_codec(s.publish.codec)
+    if (group, name) in NEED_CUDA:
+        with pytest.raises(ValueError, match=f"{group}={name} needs CUDA devices.* take {group}="):
+            check(s)
+    else:
+        assert check(s) is s
+
+
+@pytest.mark.parametrize("name", [n for g, n in CHOICES if g == "codec"])
+def test_a_codec_file_is_named_after_its_codec(name: str) -> None:
+    assert compose([f"codec={name}"]).publish.codec == name
+
+
+def test_what_the_defaults_are() -> None:
+    s = compose()
+    assert (s.parallel.ranks, s.parallel.tp, s.parallel.dp) == (4, 2, 2)
+    assert (s.publish.codec, s.publish.gather, s.publish.snapshot) == ("sparse", GatherKind.GLOO, SnapshotPlace.HOST)
+    assert s.demo.fine_lr == 1e-6
+    assert s.sink.url == "outputs/demo/sink"
+    assert s.publish.run == s.apply.run == s.run
+
+
+def test_overrides_reach_both_sides() -> None:
+    s = compose(["run=mine", "out=/data/x", "publish.every=3", "publish.on_error=RETRY", "apply.workers=2"])
+    assert (s.publish.run, s.apply.run, s.sink.url) == ("mine", "mine", "/data/x/sink")
+    assert (s.publish.every, s.publish.on_error, s.apply.workers) == (3, OnError.RETRY, 2)
+    assert [(e.run, e.apply, e.num_steps) for e in episodes(s)] == [
+        ("mine-control", False, s.demo.control_steps),
+        ("mine", True, s.demo.learn_steps + s.demo.fine_steps),
+    ]
+    assert [e.run for e in episodes(compose(["demo.control_steps=0"]))] == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("publish.evry=3", "did you mean publish.every"),
+        ("+publish.evry=3", "did you mean publish.every"),
+        ("demo.digit=4", "did you mean demo.digits"),
+        ("parallel=tp9", "tp2_dp2"),
+        ("codec=zip", "snappy"),
+        ("parallel.tp=two", "could not be converted to Integer"),
+        ("publish.gather=ucx", "DIRECT"),
+        ("publish.every=0", "every is 0, expected at least 1"),
+        ("apply.poll_s=0", "poll_s positive"),
+    ],
+)
+def test_unknown_keys_and_values_fail_when_composed(override: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        compose([override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["model.lora_rank=8"], "set model.lora_rank=0"),
+        (["sink.url=null"], "sink=local, or sink.url="),
+        (["~sink"], "sink=local, or sink.url="),
+        (["sink.url=memory://x"], "take a directory or an object store"),
+        (["engine.colocated=true"], "set engine.colocated=false"),
+        (["engine.kind=vllm"], "engine=hugging_face"),
+        (["gather=nccl"], "take gather=gloo"),
+        (["publish.num_writers=9"], "lower it"),
+        (["parallel.ranks=6", "parallel.tp=2", "parallel.pp=2"], "tp 2 x pp 2 x cp 1 = 4 does not divide the 6 ranks: start 4"),
+        (["parallel=ep2"], "take model=tiny_moe"),
+        (["parallel=pp2_vpp2"], "add layers, or take fewer stages"),
+        (["parallel.tp=4"], "model.num_groups=2 is not a multiple of parallel.tp=4"),
+        (["parallel.sequence_parallel=true", "parallel.tp=1"], "set it to false, or tp to 2"),
+        (["model=tiny_moe"], "need parallel.sequence_parallel=true"),
+        (["model=tiny_moe", "parallel.ep=2", "parallel.etp=2"], "set parallel.etp=1"),
+        (["model=tiny_moe", "parallel.ep=4", "parallel.ranks=2"], "ep 4 x etp 1 does not divide the 2 ranks"),
+        (["parallel.chunks=2"], "needs pp > 1"),
+        (["parallel.tp=0"], "every size must be at least 1"),
+        (["demo.num_prompts=7"], "make demo.num_prompts a multiple of 2"),
+        (["demo.num_samples=1"], "at least 2"),
+        (["demo.learn_steps=0"], "learn_steps must be at least 1"),
+        (["model.vocab_size=8"], "the task has 12 tokens"),
+        (["model.hf=Qwen3Moe"], "take one of Llama with llama"),
+        (["model.num_experts=4"], "experts need Qwen3Moe"),
+        (["apply.sign_key=secret"], "give both sides the same key"),
+    ],
+)
+def test_case_72_combinations_that_cannot_work_are_refused_with_the_fix(overrides: list[str], fix: str) -> None:
+    with pytest.raises(ValueError, match="this configuration cannot run") as caught:
+        check(compose(overrides))
+    assert fix in str(caught.value)
+
+
+def test_case_72_gather_direct_has_no_number_of_writers() -> None:
+    with pytest.raises(ValueError, match="num_writers means nothing with gather=direct.* leave it at 1"):
+        compose(["gather=direct", "publish.num_writers=2"])
+
+
+def test_case_72_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="cannot run") as caught:
+        check(compose(["model.lora_rank=8", "sink.url=null", "gather=nccl"]))
+    assert str(caught.value).count("\n  - ") == 3
+
+
+def test_ranks_that_were_started_must_be_those_of_the_configuration() -> None:
+    s = compose()
+    assert check(s, 4) is s
+    with pytest.raises(ValueError, match="does not divide the 3 ranks"):
+        check(s, 3)
+    with pytest.raises(ValueError, match=r"parallel\.ranks=4, but 8 ranks were started"):
+        check(s, 8)
+
+
+def test_check_makes_the_folder_ready_and_removes_only_what_a_run_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (out / "sink" / "demo").mkdir(parents=True)
+    (out / "report.json").write_text("{}")
+    (out / "notes.txt").write_text("mine")
+    assert main([f"out={out}", "parallel=tp2"]) == 0
+    assert capsys.readouterr().out == f"2 {out}\n"
+    assert [p.name for p in out.iterdir()] == ["notes.txt"]
+
+
+def test_check_says_what_is_wrong_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"out={tmp_path / 'out'}", "sink.url=null"]) == 2
+    assert "no sink" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_are_documented() -> None:
+    """Every field of every settings class is named in its docstring."""
+    for cls in (Settings, *(type(getattr(Settings(), name)) for name in ("model", "parallel", "sink", "engine", "demo"))):
+        missing = [f for f in cls.__dataclass_fields__ if f"    {f}: " not in (cls.__doc__ or "")]
+        assert not missing, (cls.__name__, missing)
