@@ -23,8 +23,10 @@ def check(s: Settings, world_size: int | None = None) -> Settings:
     Raises:
         ValueError: Every fault, each with what to do instead.
     """
-    faults = [*_model_faults(s.model, s.parallel), *_parallel_faults(s, world_size or s.parallel.ranks)]
-    faults += _publish_faults(s)
+    p = s.parallel
+    if min(p.ranks, p.tp, p.pp, p.chunks, p.cp, p.ep, p.etp, p.num_microbatches) < 1:
+        raise ValueError(f"this configuration cannot run: every size must be at least 1, not {p}")
+    faults = [*_model_faults(s.model, p), *_parallel_faults(s, world_size or p.ranks), *_publish_faults(s)]
     if faults:
         raise ValueError("this configuration cannot run:\n" + "\n".join(f"  - {fault}" for fault in faults))
     return s
@@ -60,8 +62,6 @@ def _parallel_faults(s: Settings, world_size: int) -> list[str]:
     p, d = s.parallel, s.demo
     faults: list[str] = []
     size = p.tp * p.pp * p.cp
-    if min(p.tp, p.pp, p.chunks, p.cp, p.ep, p.etp, p.num_microbatches, world_size) < 1:
-        return [f"parallel: every size must be at least 1, not {p}"]
     if world_size % size:
         return [
             f"parallel: tp {p.tp} x pp {p.pp} x cp {p.cp} = {size} does not divide the {world_size} ranks: start "
@@ -107,8 +107,6 @@ def _publish_faults(s: Settings) -> list[str]:
         faults.append("gather=nccl needs CUDA devices, this job runs on the CPU: take gather=gloo or gather=direct")
     if s.publish.snapshot is SnapshotPlace.DEVICE:
         faults.append("snapshot=device needs CUDA devices, this job runs on the CPU: take snapshot=host")
-    if s.publish.sign_key != s.apply.sign_key:
-        faults.append("publish.sign_key and apply.sign_key differ: give both sides the same key")
     if s.publish.num_writers > s.parallel.ranks:
         faults.append(f"publish.num_writers={s.publish.num_writers} with {s.parallel.ranks} ranks: lower it")
     d = s.demo

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +56,7 @@ def settings_of(config: Any) -> Settings:
         ValueError: An added key (``+key=value``) that no setting has, or a value that a dataclass refuses.
     """
     # Hydra lets a plus sign add keys to any schema; nothing here would ever read them.
-    added = {k for k in _names(OmegaConf.to_container(config, resolve=False), "") if k not in _known()}
-    if added:
+    if added := _names(OmegaConf.to_container(config, resolve=False)) - _known():
         raise ValueError("\n".join(_nearest(key) for key in sorted(added)))
     found: Settings = OmegaConf.to_object(config)
     return found
@@ -79,11 +80,12 @@ def _nearest(key: str) -> str:
     return f"{key!r} is not a setting; did you mean {', '.join(near)}?"
 
 
+@cache
 def _known() -> set[str]:
-    return _names(OmegaConf.to_container(OmegaConf.structured(Settings)), "")
+    return _names(asdict(Settings()))
 
 
-def _names(node: Any, at: str) -> set[str]:
+def _names(node: Any, at: str = "") -> set[str]:
     """Full names of the leaves of a nested mapping."""
     if not isinstance(node, dict):
         return {at}

@@ -247,7 +247,7 @@ def emit_kernel(
         flat_step = tl.load(piece_ptr + 11)
         segment = tl.load(piece_ptr + 13) - first_segment
         mask_words = tl.load(sizes_ptr + num_segments + segment)
-        mask_start = tl.load(ends_ptr + num_segments + segment) - mask_words
+        mask_start = tl.load(ends_ptr + num_segments + segment) - tl.load(ends_ptr + num_segments - 1) - mask_words
         slot_0 = tl.load(ends_ptr + segment) - tl.load(sizes_ptr + segment) + tl.load(base_ptr + piece)
         before_0 = tl.load(before_ptr + piece)
         lane = tl.arange(0, BLOCK)

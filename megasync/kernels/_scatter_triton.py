@@ -109,7 +109,8 @@ def scatter_kernel(
                 inside = inside & valid
                 if PARTS > 1:
                     change = ((value >> (4 * part)) & 15).to(tl.int32)
-                    inside = inside & (change != 0)
+                    if SUMS < 4:  # the old sums are of whole touched words, nibbles that stay included
+                        inside = inside & (change != 0)
                 else:
                     change = value
                 old = touch_word(address, offset, change, inside, WRITE, ATOMIC, W, PARTS)

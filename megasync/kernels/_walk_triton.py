@@ -211,7 +211,8 @@ def word_kernel(
                 change = value
                 if PARTS > 1:
                     change = ((value >> (4 * part)) & 15).to(tl.int32)
-                inside = inside & (change != 0)
+                # Old sums are of whole touched words, nibbles that stay included.
+                inside = inside & ((value if SUMS > 0 else change) != 0)
                 old = touch_word(address, offset, change, inside, True, True, W, PARTS)
                 seen = inside & counted
                 new = tl.where(seen, old ^ unsigned(change, 1 if PARTS > 1 else W), 0)

@@ -9,20 +9,21 @@ but kernels.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megasync.kernels import dispatch
+from megasync.kernels.compact_feed import DirectFeed, StagedFeed
 from megasync.kernels.compact_plan import CompactPlan, Span
 from megasync.kernels.compact_reference import compact_reference
 from megasync.kernels.planes import Planes
 
-SPAN_NBYTES = 1 << 29
-"""Live bytes of a span by default: two scratches of a quarter of it are held, and a span fills the GPU many times
-over."""
+SPAN_NBYTES = 1 << 30
+"""Live bytes of a span by default. Two scratches of a quarter of it are held; a span takes the GPU 0.5 ms, twice as
+long as it takes the host to issue it, so that the GPU does not wait."""
 
 STAGED_SPAN_NBYTES = 1 << 26
 """Live bytes of a span by default where the snapshot is in host memory; as much HBM is held for each staging slot."""
@@ -35,10 +36,12 @@ class CompactPart:
     Attributes:
         span: The segments.
         planes: On the live words' device; the counts are of the span's segments.
+        job: Number of the plan, where several are worked on together.
     """
 
     span: Span
     planes: Planes
+    job: int = 0
 
 
 @dataclass(slots=True)
@@ -55,7 +58,6 @@ class _Found:
     totals: torch.Tensor
     ready: torch.cuda.Event | None
     old_address: int
-    slot: int
 
 
 def compact_(
@@ -88,14 +90,46 @@ def compact_(
     before the work of the last part is done. *Memory*: two scratches of a quarter of a span (2 bytes for each vector
     of 8), and the staging slots.
     """
-    staged = _check(plan, snapshot, lanes)
+    return compact_jobs_([(plan, lanes)], snapshot, span_nbytes=span_nbytes, num_slots=num_slots)
+
+
+def compact_jobs_(
+    jobs: Sequence[tuple[CompactPlan, torch.Tensor]],
+    snapshot: torch.Tensor,
+    *,
+    span_nbytes: int | None = None,
+    num_slots: int = 3,
+) -> Iterator[CompactPart]:
+    """Several compactions (of different word sizes, say) as one pipeline, so that the GPU does not wait between them.
+
+    Args:
+        jobs: Plans with their lanes; all on one device.
+        snapshot: As for `compact_`; all plans read it.
+        span_nbytes: As for `compact_`.
+        num_slots: As for `compact_`.
+
+    Yields:
+        The parts of the first job, then those of the second, and so on.
+
+    Raises:
+        ValueError: As `compact_`, or when the plans are of several devices.
+
+    *Stream* and *Memory*: as `compact_`.
+    """
+    if len({plan.device for plan, _ in jobs}) > 1:
+        raise ValueError(f"plans are of several devices: {sorted({str(plan.device) for plan, _ in jobs})}")
+    staged = [_check(plan, snapshot, lanes) for plan, lanes in jobs]
     if num_slots < 2:
         raise ValueError(f"{num_slots} staging slots: at least 2, so that copy and comparison overlap")
-    spans = plan.spans(span_nbytes or (STAGED_SPAN_NBYTES if staged else SPAN_NBYTES))
-    if not dispatch.uses_triton(plan.device):
-        return (CompactPart(s, compact_reference(plan, s, snapshot, lanes)) for s in spans)
-    feed = _Staging(plan, snapshot, spans, num_slots) if staged else _Direct(snapshot)
-    return _pipeline(plan, snapshot, lanes, spans, feed)
+    nbytes = span_nbytes or (STAGED_SPAN_NBYTES if any(staged) else SPAN_NBYTES)
+    spans = [(i, span) for i, (plan, _) in enumerate(jobs) for span in plan.spans(nbytes)]
+    if not spans:
+        return iter(())
+    device = jobs[0][0].device
+    if not dispatch.uses_triton(device):
+        return (CompactPart(s, compact_reference(jobs[i][0], s, snapshot, jobs[i][1]), i) for i, s in spans)
+    feed = StagedFeed(device, snapshot, [s for _, s in spans], num_slots) if any(staged) else DirectFeed(snapshot)
+    return _pipeline(jobs, snapshot, spans, feed)
 
 
 def _check(plan: CompactPlan, snapshot: torch.Tensor, lanes: torch.Tensor) -> bool:
@@ -121,79 +155,28 @@ def _check(plan: CompactPlan, snapshot: torch.Tensor, lanes: torch.Tensor) -> bo
     return True
 
 
-class _Direct:
-    """Old bytes where the snapshot is: on the device."""
-
-    def __init__(self, snapshot: torch.Tensor) -> None:
-        self._address = snapshot.data_ptr()
-
-    def open(self, index: int) -> int:
-        """Address that snapshot offsets count from, for span ``index``."""
-        return self._address
-
-    def close(self, index: int) -> None:
-        """The span's old bytes are no longer read."""
-
-
-class _Staging:
-    """Old bytes copied up from pinned memory, some spans ahead, on a stream of their own."""
-
-    def __init__(self, plan: CompactPlan, snapshot: torch.Tensor, spans: tuple[Span, ...], num_slots: int) -> None:
-        self._snapshot, self._spans = snapshot, spans
-        size = max((s.snapshot[1] - s.snapshot[0] + 8 for s in spans), default=0)
-        num = min(num_slots, len(spans))
-        self._slots = [torch.empty(size, dtype=torch.uint8, device=plan.device) for _ in range(num)]
-        self._stream = torch.cuda.Stream(plan.device)
-        self._stream.wait_stream(torch.cuda.current_stream(plan.device))
-        self._copied: deque[torch.cuda.Event] = deque()
-        self._next = 0
-        for _ in self._slots:
-            self._copy()
-
-    def _copy(self) -> None:
-        if self._next >= len(self._spans):
-            return
-        low, high = self._spans[self._next].snapshot
-        slot = self._slots[self._next % len(self._slots)]
-        with torch.cuda.stream(self._stream):
-            slot[low % 8 : low % 8 + high - low].copy_(self._snapshot[low:high], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        self._copied.append(event)
-        self._next += 1
-
-    def open(self, index: int) -> int:
-        """Waits on the current stream for the span's copy; returns the address that snapshot offsets count from."""
-        torch.cuda.current_stream(self._slots[0].device).wait_event(self._copied.popleft())
-        low = self._spans[index].snapshot[0]
-        return self._slots[index % len(self._slots)].data_ptr() + low % 8 - low
-
-    def close(self, index: int) -> None:
-        """The span's slot may be filled again once the current stream has come this far."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._slots[0].device))
-        self._stream.wait_event(event)
-        self._copy()
-
-
 def _pipeline(
-    plan: CompactPlan, snapshot: torch.Tensor, lanes: torch.Tensor, spans: tuple[Span, ...], feed: _Direct | _Staging
+    jobs: Sequence[tuple[CompactPlan, torch.Tensor]],
+    snapshot: torch.Tensor,
+    spans: list[tuple[int, Span]],
+    feed: DirectFeed | StagedFeed,
 ) -> Iterator[CompactPart]:
     """Finds one span ahead of emitting, so that the device never waits for the host to learn a span's sizes."""
-    widest = max((s.vectors[1] - s.vectors[0] for s in spans), default=0)
-    scratch = [torch.empty(widest, dtype=torch.int16, device=plan.device) for _ in spans[:2]]
+    widest = max(s.vectors[1] - s.vectors[0] for _, s in spans)
+    scratch = [torch.empty(widest, dtype=torch.int16, device=jobs[0][0].device) for _ in spans[:2]]
     ahead: deque[_Found] = deque()
     for i in range(len(spans) + 1):
         if i < len(spans):
-            ahead.append(_find(plan, spans[i], scratch[i % 2], feed.open(i), i))
+            job, span = spans[i]
+            ahead.append(_find(jobs[job][0], span, scratch[i % 2], feed.open(i)))
         if i > 0:
-            done = ahead.popleft()
-            planes = _emit(plan, done, snapshot, lanes)
-            feed.close(done.slot)
-            yield CompactPart(done.span, planes)
+            job, span = spans[i - 1]
+            planes = _emit(jobs[job][0], ahead.popleft(), snapshot, jobs[job][1])
+            feed.close(i - 1)
+            yield CompactPart(span, planes, job)
 
 
-def _find(plan: CompactPlan, span: Span, scratch: torch.Tensor, old_address: int, index: int) -> _Found:
+def _find(plan: CompactPlan, span: Span, scratch: torch.Tensor, old_address: int) -> _Found:
     """Launches the first pass of a span and asks for its sizes."""
     from megasync.kernels._compact_triton import close_kernel, find_kernel
 
@@ -241,14 +224,15 @@ def _find(plan: CompactPlan, span: Span, scratch: torch.Tensor, old_address: int
         BLOCK=128,
         num_warps=4,
     )
-    ends = torch.cumsum(sizes, dim=1)
+    ends = torch.cumsum(sizes.view(-1), dim=0)  # flat: a scan along two rows of a matrix is far slower
+    last = ends[segments - 1 :: segments]
     if plan.device.type == "cpu":
-        return _Found(span, classes, scratch, pieces, counts, sizes, ends, ends[:, -1], None, old_address, index)
+        return _Found(span, classes, scratch, pieces, counts, sizes, ends, last, None, old_address)
     totals = torch.empty(2, dtype=torch.int64, pin_memory=True)
-    totals.copy_(ends[:, -1], non_blocking=True)
+    totals.copy_(last, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()
-    return _Found(span, classes, scratch, pieces, counts, sizes, ends, totals, ready, old_address, index)
+    return _Found(span, classes, scratch, pieces, counts, sizes, ends, totals, ready, old_address)
 
 
 def _emit(plan: CompactPlan, done: _Found, snapshot: torch.Tensor, lanes: torch.Tensor) -> Planes:
@@ -257,7 +241,8 @@ def _emit(plan: CompactPlan, done: _Found, snapshot: torch.Tensor, lanes: torch.
 
     if done.ready is not None:
         done.ready.synchronize()
-    num_entries, num_dense = done.totals.tolist()
+    num_entries, total = done.totals.tolist()
+    num_dense = total - num_entries
     w, device = plan.word_nbytes, plan.device
     entries = torch.empty((2 + w, num_entries), dtype=torch.uint8, device=device)
     dense = torch.zeros((w, num_dense), dtype=torch.uint8, device=device)

@@ -14,8 +14,15 @@ from megasync.kernels import dispatch
 from megasync.kernels.planes import Planes
 from megasync.kernels.scatter_plan import ScatterLaunch, ScatterPlan
 from megasync.kernels.scatter_reference import scatter_reference
+from megasync.types import SEGMENT_WORDS
 
 SUMS_NONE, SUMS_CHANGE, SUMS_ALL = 0, 2, 4
+
+# Mean entries of a segment up to which a launch shape was the fastest on an H200: entries taken at a time, warps.
+_SHAPES = ((90, 64, 1), (500, 512, 4), (float("inf"), 1024, 8))
+
+# Changed words a 32-byte sector, from which reading and writing back beats atomics (H200: 0.32 not yet, 0.8 clearly).
+_SHARED_SECTORS = 0.6
 
 
 def new_lanes(plan: ScatterPlan) -> torch.Tensor:
@@ -157,7 +164,10 @@ def launch_scatter(
     entries = int(launch.first_entry[end] - launch.first_entry[begin])
     dense = int(launch.first_dense[end] - launch.first_dense[begin])
     mean = (entries + dense) / (end - begin)
-    block = block or (64 if mean <= 80 else 128 if mean <= 512 else 256)
+    if block is None or num_warps is None:
+        block, num_warps = next((b, n) for most, b, n in _SHAPES if mean <= most)
+    if atomic is None:
+        atomic = mean < _SHARED_SECTORS * SEGMENT_WORDS * w / 32
     unused = launch.segments
     scatter_kernel[(end - begin,)](
         launch.segments[begin:end],
@@ -177,10 +187,10 @@ def launch_scatter(
         PARTS=2 * w if group.nibble else 1,
         WIDE=group.wide,
         WRITE=write,
-        ATOMIC=True if atomic is None else atomic,
+        ATOMIC=atomic,
         SUMS=sums,
         CHECK=faults is not None,
         DENSE=dense > 0,
         BLOCK=block,
-        num_warps=num_warps or (1 if block <= 128 else 2),
+        num_warps=num_warps,
     )

@@ -117,7 +117,9 @@ def _reference_chunk(
         for part in range(parts):
             inside, offset, flat = remap_reference(group, record, coords, part, parts)
             change = (value >> (4 * part)) & 15 if group.nibble else value
-            inside &= has & (change != 0)
+            inside &= has
+            if sums < 4:  # the old sums are of whole touched words, nibbles that stay included
+                inside &= change != 0
             storage = torch.from_numpy(group.storage).to(record.device)[record]
             for s in torch.unique(storage[inside]).tolist():
                 mine = inside & (storage == s)

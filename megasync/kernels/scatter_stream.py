@@ -1,7 +1,8 @@
 """The scatter fed from pinned host memory: chunks of entries are copied up while those before them are XORed in.
 
 Device memory is a ring of a few slots instead of all entries. Comes after staging left the planes in pinned memory;
-uses ``scatter``'s kernel. Must import nothing of megasync but kernels.
+uses ``scatter``'s kernel. Must import nothing of megasync but ``types`` and
+kernels.
 """
 
 from __future__ import annotations
@@ -13,46 +14,46 @@ from megasync.kernels import dispatch
 from megasync.kernels.planes import Planes
 from megasync.kernels.scatter import check_planes, launch_scatter
 from megasync.kernels.scatter_plan import ScatterLaunch, ScatterPlan
+from megasync.types import SEGMENT_WORDS
 
-CHUNK_ENTRIES = 4 << 20
-"""Entries of a chunk by default: 0.2 ms of copying, several times what it takes the host to issue it."""
+CHUNK_NBYTES = 24 << 20
+"""Bytes of entries in a chunk by default: 0.45 ms of copying, twice as long as it takes the host to issue it."""
 
 
 class EntryRing:
     """Device slots for chunks of planes, and the stream that fills them; made once and used for every apply.
 
     Attributes:
-        slots: Entries uint8 ``[2 + word_nbytes, chunk]`` and dense words uint8 ``[word_nbytes, chunk]`` of each slot.
+        word_nbytes: Word size of the planes that pass.
+        chunk_entries: Entries, and dense words, of a slot.
         stream: The copy stream.
     """
 
     def __init__(
-        self, word_nbytes: int, device: torch.device, *, chunk_entries: int = CHUNK_ENTRIES, num_slots: int = 3
+        self, word_nbytes: int, device: torch.device, *, chunk_entries: int | None = None, num_slots: int = 3
     ) -> None:
         """Allocates the slots.
 
         Args:
             word_nbytes: Word size of the planes that will pass.
             device: A CUDA device.
-            chunk_entries: Entries, and dense words, of a slot; at least one segment of 65,536.
+            chunk_entries: Entries, and dense words, of a slot; at least one segment of 65,536. None for
+                ``CHUNK_NBYTES``.
             num_slots: At least 2.
 
         Raises:
             ValueError: On a slot below a segment, or fewer than two slots.
 
-        *Memory*: ``num_slots * chunk_entries * (2 + 2 * word_nbytes)`` bytes of the device.
+        *Memory*: ``num_slots * chunk_entries * (2 + word_nbytes)`` bytes of the device, and ``num_slots *
+        chunk_entries * word_nbytes`` more from the first dense segment on.
         """
-        if chunk_entries < 65_536 or num_slots < 2:
-            raise ValueError(f"{num_slots} slots of {chunk_entries} entries: at least 2 slots of 65,536")
+        chunk_entries = CHUNK_NBYTES // (2 + word_nbytes) if chunk_entries is None else chunk_entries
+        if chunk_entries < SEGMENT_WORDS or num_slots < 2:
+            raise ValueError(f"{num_slots} slots of {chunk_entries} entries: at least 2 slots of {SEGMENT_WORDS}")
         self.word_nbytes, self.chunk_entries = word_nbytes, chunk_entries
-        self.slots = [
-            (
-                torch.empty((2 + word_nbytes, chunk_entries), dtype=torch.uint8, device=device),
-                torch.empty((word_nbytes, chunk_entries), dtype=torch.uint8, device=device),
-            )
-            for _ in range(num_slots)
-        ]
         self.stream = torch.cuda.Stream(device)
+        rows = torch.empty((num_slots, 2 + word_nbytes, chunk_entries), dtype=torch.uint8, device=device)
+        self._entries, self._dense = rows, torch.empty((num_slots, word_nbytes, 0), dtype=torch.uint8, device=device)
         self._free: list[torch.cuda.Event | None] = [None] * num_slots
         self._next = 0
 
@@ -70,15 +71,23 @@ class EntryRing:
             The slot as planes, its number, and the event after the copies.
         """
         at = self._next
-        self._next = (at + 1) % len(self.slots)
-        room, dense_room = self.slots[at]
-        free = self._free[at]
+        self._next = (at + 1) % len(self._free)
+        # A range past the slot belongs to one segment and to entries of another launch behind it: those can go.
+        num, num_dense = (min(b - a, self.chunk_entries) for a, b in (entries, dense))
+        if num_dense and not self._dense.numel():
+            shape = (len(self._free), self.word_nbytes, self.chunk_entries)
+            self._dense = torch.empty(shape, dtype=torch.uint8, device=self._entries.device)
+        room, dense_room = self._entries[at], self._dense[at]
         with torch.cuda.stream(self.stream):
+            free = self._free[at]
             if free is not None:
                 self.stream.wait_event(free)
-            for low, source, target in ((entries, planes.entries, room), (dense, planes.dense, dense_room)):
-                for row in range(len(target) if low[1] > low[0] else 0):
-                    target[row, : low[1] - low[0]].copy_(source[row, low[0] : low[1]], non_blocking=True)
+            for first, size, source, target in (
+                (entries[0], num, planes.entries, room),
+                (dense[0], num_dense, planes.dense, dense_room),
+            ):
+                for row in range(len(target) if size else 0):
+                    target[row, :size].copy_(source[row, first : first + size], non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self.stream)
         return Planes(planes.word_nbytes, planes.counts, room, dense_room), at, copied

@@ -96,12 +96,14 @@ def launch_walk(
         mask: Masks, or None to digest.
         lanes: Sums, or None where ``sums`` is 0.
         sums: 0 none, 2 sums of what is there, 4 old words that change, and new minus old.
-        block: Steps a program takes at a time.
-        num_warps: Warps of a program.
+        block: Steps a program takes at a time, None for the fastest on an H200.
+        num_warps: Warps of a program, None likewise.
     """
     from megasync.kernels._walk_triton import walk_kernel, word_kernel
 
     records = plan.records
+    if block is None or num_warps is None:  # a small block is more often free of changes, and then needs no sums
+        block, num_warps = (64, 1) if mask is not None and sums else (256, 2)
     address = 0 if mask is None else mask.data_ptr()
     for c in plan.fast:
         walk_kernel[(len(c.pieces),)](

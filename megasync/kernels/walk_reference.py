@@ -48,7 +48,8 @@ def walk_reference(plan: WalkPlan, mask: torch.Tensor | None, lanes: torch.Tenso
                     inside, offset, flat = remap_reference(group, rows, coords, part, parts)
                     change = (value >> (4 * part)) & 15 if group.nibble else value
                     if mask is not None:
-                        inside &= change != 0
+                        # Old sums are of whole touched words, nibbles that stay included.
+                        inside &= (change if lanes is None else value) != 0
                     change = change[inside]
                     old = touch_reference(storage, offset[inside], change, w, group.nibble, mask is not None)
                     if lanes is not None and int(group.rows[record, 2]):

@@ -63,7 +63,7 @@ def apply(
     Raises:
         BaseMismatchError: Storage moved, or the engine refuses updates now: nothing was touched.
         UndoneError: The write failed and was undone on every rank; the engine runs on its old version.
-        TaintedError: The undo failed: the engine stays stopped for good.
+        TaintedError: The undo failed, or the device did: the engine stays stopped for good.
         RankFailedError: A rank failed before the first write: nothing was touched.
     """
     version = proven.ledger.version
@@ -88,10 +88,17 @@ def apply(
         raise
     try:
         (found,) = tally(
-            binding, f"write of version {version}", proven.ids, lambda: [_write(binding, backend, proven, groups, pool)]
+            binding,
+            f"write of version {version}",
+            proven.ids,
+            lambda: [_write(binding, backend, proven, groups, status, pool)],
         )
         check_after(binding.schema, version, proven.ids, proven.after, found)
     except BaseException as error:
+        if isinstance(error, TaintedError):  # of this rank, or of another: the engine is one whole
+            if status.now.state != "tainted":
+                taint(binding, status, str(error))
+            raise
         _undo(binding, backend, proven, status, was, saved, error)
         raise
     binding.engine.resume(version)
@@ -103,13 +110,22 @@ def _write(
     backend: Backend,
     proven: Proven,
     groups: Sequence[Derivation],
+    status: StatusFile,
     pool: ThreadPoolExecutor | None,
 ) -> list[Sums]:
-    """All writes, then the derivations, then what was read back."""
-    sums = backend.write_(proven.staged.placed, pool)
-    tensors = binding.engine.tensors() if groups else {}
-    for group in groups:
-        binding.shadows.write_(group, binding.shadows.derive(group, binding.storages), tensors)
+    """All writes, then the derivations, then what was read back. A device fault is recorded before anything else."""
+    try:
+        sums = backend.write_(proven.staged.placed, pool)
+        tensors = binding.engine.tensors() if groups else {}
+        for group in groups:
+            binding.shadows.write_(group, binding.shadows.derive(group, binding.storages), tensors)
+    except BaseException as error:
+        try:
+            backend.judge(error)
+        except TaintedError as fault:
+            taint(binding, status, str(fault))
+            raise
+        raise
     return sums
 
 

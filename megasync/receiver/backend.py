@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from megasync.errors import TaintedError
 from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.receiver.sums import Sums
@@ -160,6 +161,19 @@ class Backend(ABC):
         alone = [p for p in placed if p.shared]
         sums = run_all(pool, [p.write_ for p in placed if not p.shared])
         return sums + [p.write_() for p in alone]
+
+    def judge(self, error: BaseException) -> None:
+        """Tell a fault of the device from an exception of the host, after the first write failed.
+
+        Args:
+            error: What ended the write.
+
+        Raises:
+            TaintedError: The device failed or work on it does not end: what was written is unknown. Returns where an undo
+                can put everything back.
+        """
+        if isinstance(error, TaintedError):
+            raise error
 
     def undo_(self, placed: Sequence[Placed]) -> list[Sums]:
         """Undo everything, newest first, and read it back."""

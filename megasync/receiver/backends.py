@@ -17,6 +17,7 @@ BackendChoice = str | Callable[[Binding], Backend]
 _KNOWN: dict[str, tuple[str, str]] = {
     "cpu": ("megasync.receiver.cpu", "CpuBackend"),
     "mask": ("megasync.receiver.dense", "MaskBackend"),
+    "scatter": ("megasync.receiver.scatter", "ScatterBackend"),
 }
 _BY_DEVICE: dict[str, str] = {"cpu": "cpu"}
 

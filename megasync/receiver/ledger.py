@@ -118,6 +118,23 @@ def check_before(
         )
 
 
+def said_sums(ledger: Ledger, manifest: Manifest, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of the touched words before and after a delta as its manifest and the ledger give them, for deltas whose words
+    cannot be read before they are written.
+
+    Args:
+        ledger: What is held, tracked by proofs since the last audit.
+        manifest: The delta.
+        ids: Tensors, from ``proven_ids``.
+
+    Returns:
+        uint64 ``[K, 2]`` each. Live words that are not the base do not lead to the second.
+    """
+    at = np.searchsorted(manifest.touched_ids, ids)
+    before = as_lanes(manifest.touched_olds)[at]
+    return before, before + as_lanes(manifest.new_states)[at] - as_lanes(ledger.table)[ids]
+
+
 def check_after(schema: Schema, version: int, ids: np.ndarray, expected: np.ndarray, found: np.ndarray) -> None:
     """Compare the sums read back after the writes with those that were proven before.
 

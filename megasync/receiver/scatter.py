@@ -72,6 +72,7 @@ class ScatterBackend(Backend):
     """
 
     name = "scatter"
+    threads = True
     entry_nbytes = 16
 
     def __init__(
@@ -107,31 +108,15 @@ class ScatterBackend(Backend):
         return [*placing.place(frames), *placing.finish()]
 
     def write_(self, placed: Sequence[Placed], pool: ThreadPoolExecutor | None) -> list[Sums]:
-        """See ``Backend.write_``; the device first.
-
-        Raises:
-            TaintedError: The device failed: what was written is unknown.
-        """
+        """See ``Backend.write_``; the device first, and from one thread."""
         mine = [p for p in placed if isinstance(p, ScatterPlaced)]
         others = [p for p in placed if not isinstance(p, ScatterPlaced)]
-        try:
-            sums = [p.write_() for p in mine]
-            return sums + super().write_(others, None if self.device.type == "cuda" else pool)
-        except BaseException as error:
-            self.queue.judge(error)
-            raise
+        sums = [p.write_() for p in mine]
+        return sums + super().write_(others, None if self.device.type == "cuda" else pool)
 
-    def undo_(self, placed: Sequence[Placed]) -> list[Sums]:
-        """See ``Backend.undo_``.
-
-        Raises:
-            TaintedError: The device failed.
-        """
-        try:
-            return super().undo_(placed)
-        except BaseException as error:
-            self.queue.judge(error)
-            raise
+    def judge(self, error: BaseException) -> None:
+        """See ``Backend.judge``."""
+        self.queue.judge(error)
 
     def memory(self) -> ScatterMemory:
         """What is allocated now."""

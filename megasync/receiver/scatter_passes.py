@@ -125,10 +125,25 @@ class Passes:
             here, slot, copied = self.ring.fill(planes, *spans)
             torch.cuda.current_stream(plan.records.device).wait_event(copied)
             before = spans[0][0], spans[1][0]
-        where = {"begin": begin, "end": end, "entries_before": before[0], "dense_before": before[1]}
+
+        def run(lanes: torch.Tensor | None, *, write: bool) -> None:
+            launch_scatter(
+                launch,
+                plan,
+                here,
+                lanes,
+                None if lanes is None else faults,
+                write=write,
+                sums=0 if lanes is None else _ALL_SUMS,
+                begin=begin,
+                end=end,
+                entries_before=before[0],
+                dense_before=before[1],
+            )
+
         if write:
-            launch_scatter(launch, plan, here, None, None, write=True, sums=0, **where)
+            run(None, write=True)
         if lanes is not None:
-            launch_scatter(launch, plan, here, lanes, faults, write=False, sums=_ALL_SUMS, **where)
+            run(lanes, write=False)
         if self.ring is not None:
             self.ring.release(slot)

@@ -99,9 +99,7 @@ class Loader:
 
     def finish(self) -> Load:
         """What was added, in the order of the planes."""
-        pieces = {
-            key: [p for _, p in sorted(found, key=lambda x: x[0])] for key, found in sorted(self._pieces.items())
-        }
+        pieces = {key: [p for _, p in sorted(found, key=lambda x: x[0])] for key, found in sorted(self._pieces.items())}
         arenas = {(w, i): a for w, room in self._rooms.items() for i, a in enumerate(room.arenas)}
         return Load(pieces, arenas, self._num_changed)
 

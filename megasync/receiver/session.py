@@ -30,10 +30,6 @@ _DELTA_PROOFS = ("frame digests", "base manifest", "touched-old digests", "new s
 _ANCHOR_PROOFS = ("frame digests", "table of state digests", "root", "read-back")
 
 
-_ENTRY_NBYTES = 32
-"""About what a staged changed word takes: offset, position, value and old value."""
-
-
 @dataclass
 class Session:
     """One engine rank bound to a run.
@@ -108,7 +104,7 @@ def make_ready(session: Session, manifest: Manifest, *, ahead: bool) -> Staged:
     session.require_schema(manifest)
     frames = session.binding.frames_of(manifest)
     changed = int(manifest.frames.columns["num_changed"][frames].sum(dtype="int64"))
-    if session.staged_nbytes + changed * _ENTRY_NBYTES > session.config.staged_limit_nbytes:
+    if session.staged_nbytes + changed * session.backend.entry_nbytes > session.config.staged_limit_nbytes:
         session.last = None  # the next version comes before the way back
     with session.telemetry.span("stage"):
         staged = stage(

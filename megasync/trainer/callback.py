@@ -118,7 +118,11 @@ class MegasyncCallback:
         optimizers = (
             [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         )
-        hooks = StepHooks(exporter, masker, self.telemetry, optimizers)
+        try:
+            hooks = StepHooks(exporter, masker, self.telemetry, optimizers)
+        except BaseException:
+            masker.close()
+            raise
         flights = InFlight(
             publishing, groups.control, started.lineage, self.config.in_flight_limit, self.telemetry, self._settled
         )

@@ -93,7 +93,7 @@ class DeviceMasker(Masker):
     def begin(self, late: Collection[int] = ()) -> Masked:
         """See ``Masker.begin``. *Stream*: the current one is the compute stream; volatile weights are copied on it."""
         self.fence()  # of a pass that no optimizer step has followed: its volatile copies are about to be overwritten
-        self._collect_times()
+        self.collect_times()
         masked = DeviceMasked(self._schema, self._chunks, late)
         if self._copies:
             before = Mark(self._device)
@@ -161,7 +161,7 @@ class DeviceMasker(Masker):
         self._encoder.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         self._side.synchronize()
-        self._collect_times()
+        self.collect_times()
 
     def _work(self) -> None:
         """The mask thread: chunks of passes in the order they began."""
@@ -237,7 +237,7 @@ class DeviceMasker(Masker):
             self._landings.give(masked.landing)
             masked.landing = None
 
-    def _collect_times(self) -> None:
+    def collect_times(self) -> None:
         """Add up what the device has finished timing; nothing is waited for."""
         while self._times and self._times[0][2].passed:
             name, before, after = self._times.popleft()

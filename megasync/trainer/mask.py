@@ -15,7 +15,7 @@ from megasync.digest import WordWeights
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema
 from megasync.trainer.snapshot import Snapshot, to_tile, words_of
-from megasync.types import WORD_DTYPES, Entries, Lanes
+from megasync.types import Entries, Lanes
 from megasync.versions.changes import MaskedFrame, TileChange, compare, cut_frames, mask_frame
 
 __all__ = ["anchor_frames", "mask_regions", "words_of"]

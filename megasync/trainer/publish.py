@@ -27,10 +27,10 @@ from megasync.schema import Schema
 from megasync.sinks.base import Sink
 from megasync.trainer.agree import all_gather_bytes, broadcast_bytes, rank_of
 from megasync.trainer.gather import Placement, place, receive, send
-from megasync.versions.lineage import Lineage, sum_rows
 from megasync.versions.anchor import anchor_header
 from megasync.versions.encode import Contribution, EncodedDelta, describe, merge_tables, read_contribution
 from megasync.versions.head import move_head, settle_fate, write_manifest, write_schema, write_state_table
+from megasync.versions.lineage import Lineage, sum_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,20 +7,25 @@ or an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megasync.digest import lanes_to_bytes
-from megasync.errors import BaseMismatchError, NeedsAnchorError, SchemaMismatchError
+from megasync.digest import box_lanes, lanes_to_bytes
+from megasync.errors import BaseMismatchError, NeedsAnchorError, PlanError, ReplicaDriftError, SchemaMismatchError
 from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.schema import Schema
+from megasync.trainer.exporter import Piece
+from megasync.trainer.mask import words_of
 from megasync.trainer.snapshot import Snapshot
-from megasync.types import Entries, TensorSpec
+from megasync.types import Box, Entries, TensorSpec
 from megasync.versions.checkpoint import Checkpoint
 from megasync.versions.lineage import sum_rows
 from megasync.versions.publication import PublicationReader, decode_frame
+
+FrozenRow = tuple[int, tuple[int, ...], tuple[int, ...], int, int]
+"""Tensor id, start and extent of a box, and its digest sums."""
 
 
 def check_checkpoint(schema: Schema, checkpoint: Checkpoint) -> None:
@@ -116,6 +121,53 @@ def snapshot_sums(snapshot: Snapshot) -> np.ndarray:
         rows.append(lanes_to_bytes(lanes))
     table = np.frombuffer(b"".join(rows), "<u8").reshape(-1, 2)
     return sum_rows(np.array(ids, dtype=np.int64), table, len(snapshot.schema.tensors))
+
+
+def frozen_rows(schema: Schema, pieces: Sequence[Piece]) -> list[FrozenRow]:
+    """Digest sums of this rank's pieces of frozen tensors, which nobody owns but which are in the root.
+
+    Returns:
+        Tensor id, start and extent of the box, and both sums, one row a piece.
+    """
+    rows = []
+    for piece in pieces:
+        tensor_id = schema.ids[piece.name]
+        if not schema.tensors[tensor_id].frozen or not piece.box.num_words:
+            continue
+        words = np.ascontiguousarray(words_of(piece.data.cpu()))
+        box = piece.box if piece.box.extent else Box((0,), (1,))
+        lanes = box_lanes(schema.grids[tensor_id].shape, box, words)
+        rows.append((tensor_id, box.start, box.extent, lanes.a, lanes.b))
+    return rows
+
+
+def frozen_sums(schema: Schema, by_rank: Sequence[Sequence[FrozenRow]]) -> np.ndarray:
+    """Digest sums of the frozen tensors, each box once: u64 ``[num_tensors, 2]``, zero for all others.
+
+    Raises:
+        ReplicaDriftError: Holders of one box have other bytes.
+        PlanError: The boxes of a frozen tensor do not cover it once.
+    """
+    boxes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+    for rank, rows in enumerate(by_rank):
+        for tensor_id, start, extent, a, b in rows:
+            key = tensor_id, tuple(start), tuple(extent)
+            if boxes.setdefault(key, (a, b)) != (a, b):
+                raise ReplicaDriftError(
+                    f"frozen tensor {schema.tensors[tensor_id].name}, box {start}+{extent}: rank {rank} has other bytes than "
+                    f"a lower rank; reload both from one checkpoint"
+                )
+    out = np.zeros((len(schema.tensors), 2), dtype=np.uint64)
+    covered = np.zeros(len(schema.tensors), dtype=np.int64)
+    for (tensor_id, _, extent), lanes in boxes.items():
+        out[tensor_id] += np.array(lanes, dtype=np.uint64)
+        covered[tensor_id] += Box(extent, extent).num_words
+    wrong = [t.name for i, t in enumerate(schema.tensors) if t.frozen and covered[i] != t.num_words]
+    if wrong:
+        raise PlanError(
+            f"{len(wrong)} frozen tensors are not covered once by the ranks' pieces: {', '.join(wrong[:10])}"
+        )
+    return out
 
 
 def require_root(root: bytes, manifest: Manifest) -> None:

@@ -33,10 +33,13 @@ from megasync.trainer.publish import HEAD_WRITER
 from megasync.trainer.regions import match_regions
 from megasync.trainer.replicas import LanesOf, check_replicas, host_lanes
 from megasync.trainer.seed import (
+    FrozenRow,
     check_checkpoint,
     fill_from_checkpoint,
     fill_from_live,
     fill_from_run,
+    frozen_rows,
+    frozen_sums,
     require_root,
     snapshot_sums,
 )
@@ -144,7 +147,8 @@ def start(
     finally:
         if checkpoint is not None:
             checkpoint.close()
-    sums = _sum_over_ranks(group, snapshot_sums(snapshot), timeout)
+    frozen = _frozen(group, schema, exporter, timeout)
+    sums = frozen + _sum_over_ranks(group, snapshot_sums(snapshot), timeout)
     lineage = start_lineage(schema, head, sums)
     if newest is not None:
         root = content_digest(lineage.states.tobytes(), XXH3_128)
@@ -157,7 +161,7 @@ def start(
         lineage = _publish_checkpoint(sink, config, group, lineage)
     anchor = newest is None and checkpoint is None
     if anchor:
-        lineage = Lineage(schema, head, -1, b"", np.zeros_like(sums), lineage.mix)
+        lineage = Lineage(schema, head, -1, b"", frozen, lineage.mix)
     mine = lineage if rank_of(group) == HEAD_WRITER else None
     volatile = any(p.volatile for p in exporter.pieces())
     told = all_gather_bytes(group, bytes([volatile]), "whether weights are volatile", timeout)
@@ -231,6 +235,14 @@ def _sum_over_ranks(group: ProcessGroup | None, sums: np.ndarray, timeout_s: flo
         id_bytes, rows = msgspec.msgpack.decode(told, type=tuple[bytes, bytes])
         total[np.frombuffer(id_bytes, "<u4")] += np.frombuffer(rows, "<u8").reshape(-1, 2)
     return total
+
+
+def _frozen(group: ProcessGroup | None, schema: Schema, exporter: Exporter, timeout_s: float) -> np.ndarray:
+    """Digest sums of the frozen tensors, from the live memory of whoever holds them."""
+    rows = together(group, "digests of frozen tensors", timeout_s, lambda: frozen_rows(schema, exporter.pieces()))
+    told = all_gather_bytes(group, msgspec.msgpack.encode(rows), "digest sums of frozen tensors", timeout_s)
+    by_rank = [msgspec.msgpack.decode(t, type=list[FrozenRow]) for t in told]
+    return together(group, "frozen tensors", timeout_s, lambda: frozen_sums(schema, by_rank))
 
 
 def _same_everywhere(group: ProcessGroup | None, digest: bytes, what: str, timeout_s: float) -> None:

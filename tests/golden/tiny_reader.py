@@ -268,11 +268,8 @@ class Frame(NamedTuple):
 
 def frame_table(body: dict[str, Any], tensors: list[Tensor]) -> Iterator[Frame]:
     """Check and unpack the frame table of a manifest (7)."""
-    raw, k, of_runs = (
-        body["frames"],
-        16 if body["digest_algorithm"] == 1 else 32,
-        ("tensor_id", "first_tile", "num_tiles"),
-    )
+    raw, k = body["frames"], 16 if body["digest_algorithm"] == 1 else 32
+    of_runs = "tensor_id", "first_tile", "num_tiles"
     need(all(len(raw[key]) % np.dtype(t).itemsize == 0 for key, t in COLUMNS.items()), "a column")
     col: dict[str, Any] = {key: np.frombuffer(raw[key], t).tolist() for key, t in COLUMNS.items() if key != "bitmap"}
     rows = dict.fromkeys(COLUMNS, len(col["payload"])) | dict.fromkeys(of_runs, sum(col["num_runs"]))
@@ -320,10 +317,9 @@ class Reader:
             if not algorithms:
                 continue
             wrapper = document(data, WRAPPER)
-            signature = (
-                hmac.digest(self.key, wrapper["body"], "sha256") if self.key is not None else wrapper["signature"]
-            )
-            need(hmac.compare_digest(signature, wrapper["signature"]), "signature")
+            signature = wrapper["signature"]
+            if self.key is not None:
+                need(hmac.compare_digest(hmac.digest(self.key, wrapper["body"], "sha256"), signature), "signature")
             body = document(wrapper["body"], BODY)
             delta, what = body["what"] == "delta", body["what"]
             need(body["digest_algorithm"] in algorithms and (algorithms != [1] or not signature), "digest_algorithm")
@@ -378,6 +374,14 @@ class Reader:
         need(content(1, data) == digest, f"digest in {folder}")
         return data
 
+    def schema(self, digest: bytes) -> list[Tensor]:
+        """The tensors of the run (3.1)."""
+        schema = document(self.named("schema", digest), SCHEMA)
+        tensors = [Tensor(row) for row in schema["tensors"]]
+        names = [name for t in tensors for name in (t.name, *t.aliases)]
+        need(schema["run"] == self.run and len(names) == len(set(names)), "run and names of the schema")
+        return tensors
+
     def read(self) -> dict[int, dict[str, bytes]]:
         """Every version of the chain."""
         out: dict[int, dict[str, bytes]] = {}
@@ -392,10 +396,7 @@ class Reader:
         chain = [self.manifest(head["version"], head["digest"], head["epoch"])]
         while (body := chain[-1][1])["what"] == "delta":
             chain.append(self.manifest(body["base_version"], body["base_digest"]))
-        schema = document(self.named("schema", body["schema_digest"]), SCHEMA)
-        tensors = [Tensor(row) for row in schema["tensors"]]
-        names = [name for t in tensors for name in (t.name, *t.aliases)]
-        need(schema["run"] == self.run and len(names) == len(set(names)), "run and names of the schema")
+        tensors = self.schema(body["schema_digest"])
         table, words = bytearray(self.named("state", body["state_table"])), list(self.start(body, tensors))
         need(body["root"] == body["state_table"] and len(table) == 16 * len(tensors), "table of state digests")
         for folder, body in reversed(chain):

@@ -261,14 +261,14 @@ def oracle(case: ScatterCase, *, copies: bool = False) -> tuple[dict[str, np.nda
 def _nibbles(
     r: Remap, coords: list[np.ndarray], value: np.ndarray, before: np.ndarray, after: np.ndarray, w: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Nibble by nibble; returns the old words, of which only the nibbles that change count."""
+    """Nibble by nibble; returns the old words, whole where any nibble of them changes."""
     old = np.zeros(len(value), dtype=f"<u{w}")
     for j in range(2 * w):
         nibble = (value >> np.array(4 * j, dtype=value.dtype)).astype(np.uint8) & 15
         _, offset = r.offsets([*coords[:-1], coords[-1] * 2 * w + j])
         byte, shift = offset >> 1, ((offset & 1) * 4).astype(np.uint8)
         np.bitwise_xor.at(after, byte, nibble << shift)
-        was = np.where(nibble > 0, before[byte] >> shift & 15, 0).astype(old.dtype)
+        was = (before[byte] >> shift & 15).astype(old.dtype)
         old |= was << np.array(4 * j, dtype=old.dtype)
     return np.ones(len(value), dtype=np.bool_), old
 

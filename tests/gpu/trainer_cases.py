@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megasync.adapters.torch_trainer import TensorExporter
 from megasync.config import SnapshotPlace
 from megasync.digest import XXH3_128
 from megasync.frames import FrameRecord
@@ -17,6 +18,7 @@ from megasync.trainer.device_masker import DeviceMasker
 from megasync.trainer.device_snapshot import DeviceSnapshot
 from megasync.trainer.exporter import Piece
 from megasync.trainer.masker import HostMasker, Masker
+from megasync.trainer.metadata import exchange
 from megasync.trainer.plan import make_plan
 from megasync.trainer.plan_merge import describe, merge
 from megasync.trainer.regions import Region, match_regions
@@ -128,6 +130,15 @@ def make_rank(device: torch.device = CPU, parts: int = 1, index: int = 0) -> Ran
     schema, holdings = merge("run", [(ranks, d) for d, ranks in classes.items()])
     plan = make_plan(schema, holdings)
     return Rank(schema, pieces, match_regions(schema, plan, index, pieces))
+
+
+def whole_rank(tensors: dict[str, torch.Tensor]) -> Rank:
+    """A rank that holds and owns whole tensors."""
+    exporter = TensorExporter(tensors)
+    schema, holdings = exchange("run", exporter, None)
+    plan = make_plan(schema, holdings)
+    pieces = exporter.pieces()
+    return Rank(schema, pieces, match_regions(schema, plan, 0, pieces))
 
 
 def on_host(rank: Rank) -> tuple[Snapshot, Masker, Rank]:

@@ -1,19 +1,24 @@
 """The trainer side in one process, without torch.distributed: publish, then rebuild from the sink alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megasync.adapters.torch_module import TorchModuleEngine
 from megasync.adapters.torch_trainer import TensorExporter
-from megasync.config import FirstDifference, OnError, PublishConfig
+from megasync.config import ApplyConfig, FirstDifference, OnError, PublishConfig
 from megasync.digest import bytes_lanes, state_digest
 from megasync.errors import RankFailedError, SchemaMismatchError
 from megasync.manifest import Manifest
+from megasync.receiver.applier import Applier
 from megasync.sinks.memory import MemorySink
 from megasync.trainer.callback import MegasyncCallback
 from megasync.trainer.mask import words_of
+from megasync.types import TensorSpec
 from megasync.versions.publication import PublicationReader
 
 Tensors = dict[str, torch.Tensor]
@@ -44,7 +49,9 @@ def copy(tensors: Tensors) -> dict[str, np.ndarray]:
     return {n: np.ascontiguousarray(words_of(t)).copy() for n, t in tensors.items()}
 
 
-def rebuild(reader: PublicationReader, newest: Manifest, base: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+def rebuild(
+    reader: PublicationReader, newest: Manifest, base: dict[str, np.ndarray] | None = None
+) -> dict[str, np.ndarray]:
     """A reader of its own: the chain applied to flat words, no part of the receiver."""
     schema = reader.schema(newest.schema_digest)
     out = {t.name: np.zeros(t.num_words, f"<u{t.word_nbytes}") for t in schema.tensors}
@@ -235,3 +242,47 @@ def test_calls_before_the_start_say_so() -> None:
         callback.step_end()
     with pytest.raises(ValueError, match="codec 'zip'"):
         MegasyncCallback(TensorExporter(model()), MemorySink(), PublishConfig(codec="zip"))
+
+
+class FrozenExporter(TensorExporter):
+    """The last tensor is frozen: an input scale, say."""
+
+    def specs(self) -> list[TensorSpec]:
+        *some, last = super().specs()
+        return [*some, replace(last, frozen=True)]
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_frozen_tensors_are_in_the_root_and_never_published(tmp_path: Path, anchored: bool) -> None:
+    sink = MemorySink()
+    tensors = {"w": torch.randn(64, 64), "input_scale": torch.tensor([0.25, 4.0])}
+    base = None
+    if not anchored:
+        base = tmp_path / "model.safetensors"
+        save_file(tensors, base)
+    callback = MegasyncCallback(FrozenExporter(tensors), sink, PublishConfig(max_first_density=1), base=base)
+    callback.on_train_start()
+    change({"w": tensors["w"]}, 0.1, 0)
+    callback.step_end()
+    callback.on_train_end()
+    reader = PublicationReader(sink, "run")
+    newest = reader.newest()
+    assert newest is not None
+    first = reader.chain(newest)[0]
+    schema = reader.schema(first.schema_digest)
+    frozen = schema.tensors[schema.ids["input_scale"]]
+    assert frozen.frozen
+    expected = state_digest(frozen, bytes_lanes(tensors["input_scale"].numpy().view(np.uint8)))
+    assert reader.state_table(first)[schema.ids["input_scale"]].tobytes() == expected
+    assert [schema.tensors[i].name for i in newest.touched_ids] == ["w"]
+    engine = TorchModuleEngine(_Holder({n: t.clone() for n, t in tensors.items()}))
+    applier = Applier(engine, sink, ApplyConfig(run="run"))
+    applier.join()
+    assert applier.version == 1
+
+
+class _Holder(torch.nn.Module):
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)

@@ -1,0 +1,97 @@
+"""The README's pictures, as SVG: what each shows, whether the rows for it are there, and how it is drawn.
+
+Before it: report_series. After it: report (draws), report_tables (links). Imports matplotlib only to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.bench.report_measures import Measured
+from launch.bench.report_rows import Results
+from launch.bench.report_series import bf16_by_rate, dense_xor, stages
+
+_INK, _QUIET, _WARM = "#1f5fa8", "#8a8a8a", "#c2571a"
+_STYLE = {"font.size": 9, "svg.hashsalt": "megasync", "axes.spines.top": False, "axes.spines.right": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One picture.
+
+    Attributes:
+        caption: What it shows.
+        size: Inches.
+        data: Its series; empty where the rows are not there.
+        draw: Draws the series.
+    """
+
+    caption: str
+    size: tuple[float, float]
+    data: Callable[[Results], list[Any]]
+    draw: Callable[[Any, list[Any], Results], None]
+
+
+def _draw_apply(axis: Any, data: list[tuple[float, Measured]], results: Results) -> None:
+    x = [100 * rate for rate, _ in data]
+    middle = [f.value.p50 for _, f in data]
+    spread = [[f.value.p50 - f.value.p20 for _, f in data], [f.value.p80 - f.value.p50 for _, f in data]]
+    axis.errorbar(x, middle, spread, fmt="o-", color=_INK, ms=4, capsize=2, label="scatter apply")
+    axis.plot(x, [f.floor for _, f in data], "--", color=_QUIET, label="floor: XOR at ready-made addresses")
+    if dense := dense_xor(results):
+        axis.axhline(dense.p50, color=_WARM, lw=1, label="dense XOR of a ready mask, decoding not counted")
+    axis.set(xscale="log", yscale="log", xlabel="changed elements, %", ylabel="ms a GB of BF16 weights")
+    axis.set_xticks(x, [f"{v:g}" for v in x])
+    axis.minorticks_off()
+    axis.legend(frameon=False)
+
+
+def _draw_stages(axis: Any, data: list[tuple[str, Measured]], results: Results) -> None:
+    for y, (name, f) in enumerate(reversed(data)):
+        color = _WARM if ", pause" in name else _INK
+        axis.barh(y, f.value.p50, color=color, height=0.6)
+        if f.floor:
+            axis.plot([f.floor, f.floor], [y - 0.42, y + 0.42], color="black", lw=1.5)
+        axis.text(f.value.p80 * 1.08, y, f"{f.value.p50:.3g}", va="center", fontsize=8)
+    axis.set_yticks(range(len(data)), [name for name, _ in reversed(data)])
+    axis.set(xscale="log", xlabel="ms (black: floor; orange: decoding stands still)")
+    axis.margins(x=0.15)
+
+
+FIGURES = {
+    "apply": Figure("Apply time against its floor, over density", (6.4, 3.6), bf16_by_rate, _draw_apply),
+    "stages": Figure("One sync of the article's workload by stage", (7.6, 3.8), stages, _draw_stages),
+}
+"""Pictures by name of their file."""
+
+
+def draw_all(results: Results, folder: Path) -> list[Path]:
+    """Draw every picture whose rows are there, the same bytes from the same rows.
+
+    Args:
+        results: The rows.
+        folder: Where the ``.svg`` go.
+
+    Returns:
+        The files.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    made = []
+    for name, figure in FIGURES.items():
+        data = figure.data(results)
+        if not data:
+            continue
+        with mpl.rc_context(_STYLE):
+            page, axis = plt.subplots(figsize=figure.size, layout="constrained")
+            figure.draw(axis, data, results)
+            made.append(folder / f"{name}.svg")
+            page.savefig(made[-1], metadata={"Date": None})
+            plt.close(page)
+    return made

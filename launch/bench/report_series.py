@@ -1,0 +1,49 @@
+"""Series of figures that tables and pictures share. Before it: report_apply, report_trainer, report_cpu."""
+
+from __future__ import annotations
+
+import re
+
+from launch.bench import report_apply, report_trainer
+from launch.bench.report_measures import Measure, Measured, value_of
+from launch.bench.report_rows import Results, Stat, stat
+from launch.bench.rows import Row
+
+
+def bf16_by_rate(results: Results) -> list[tuple[float, Measured]]:
+    """Scatter apply of a BF16 list in ms a GB, by the share of elements changed, as the library launches it."""
+    found = [re.fullmatch(r"P6 bf16 (.*)%, as chosen", case) for case in results.cases("apply-gpu", "P6 bf16 ")]
+    rates = sorted(float(match.group(1)) / 100 for match in found if match)
+    return [(rate, f) for rate in rates if (f := value_of(report_apply.bf16_ms_per_gb(rate), results))]
+
+
+def dense_xor(results: Results) -> Stat | None:
+    """Dense XOR of a ready mask that touches every sector, no sums, in ms a GB: what a decoder's output would still cost."""
+    rows = [r for c in results.cases("audit-gpu", "dense XOR of a layer, 50") for r in results.take("audit-gpu", c)]
+    rows = [r for r in rows if "sums 0, block 256 x 2" in r["case"]]
+    return stat(rows, lambda r: r["seconds"] * 1e12 / r["nbytes_in"]) if rows else None
+
+
+def stages(results: Results) -> list[tuple[str, Measured]]:
+    """One sync of the article's workload, stage by stage, in ms; what was not measured is left out."""
+    asked: list[tuple[str, Measure]] = [
+        ("trainer, beside the step: mask pass, snapshot in HBM", report_trainer.mask_pass("device")),
+        ("trainer, beside the step: mask pass, snapshot pinned", report_trainer.mask_pass("host")),
+        ("trainer, behind: entries to host memory", report_trainer.sync_ms("landing_s")),
+        ("trainer, behind: codec", report_trainer.sync_ms("codec_s")),
+        ("trainer, step end to payload durable", report_trainer.durable),
+        ("trainer, step end to head moved", report_trainer.sync_ms("head_s")),
+        ("receiver, while decoding: touched-old check", report_apply.touched_old),
+        ("receiver, pause: apply, entries in HBM", report_apply.apply_in_hbm),
+        ("receiver, pause: apply, entries pinned", report_apply.apply_pinned),
+        ("receiver, pause: apply, sums, comparison, read-back", report_apply.apply_proved),
+    ]
+    return [(name, found) for name, measure in asked if (found := value_of(measure, results))]
+
+
+def cpu_by_density(results: Results) -> list[list[Row]]:
+    """Rows of one core, grouped by case and density, in the order they were taken."""
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for r in results.files.get("cpu", []):
+        groups.setdefault((r["case"], r["density"]), []).append(r)
+    return list(groups.values())
