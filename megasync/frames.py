@@ -139,20 +139,32 @@ class FrameTable:
 
     def record(self, i: int) -> FrameRecord:
         """Frame ``i``."""
-        a, b = self._tile_bounds[i], self._tile_bounds[i + 1]
-        planes = self.plane_nbytes[self._plane_bounds[i] : self._plane_bounds[i + 1]]
-        c = self.columns
+        tiles, planes, digests, columns = self._rows
+        a, b = tiles[i], tiles[i + 1]
+        size = self.digests.shape[1]
+        payload, offset, codec, word_nbytes, layer, num_changed = (c[i] for c in columns)
         return FrameRecord(
-            int(c["payload"][i]),
-            int(c["offset"][i]),
-            int(c["codec"][i]),
-            int(c["word_nbytes"][i]),
-            int(c["layer"][i]),
-            int(c["num_changed"][i]),
-            tuple(planes.tolist()),
-            self.digests[i].tobytes(),
+            payload,
+            offset,
+            codec,
+            word_nbytes,
+            layer,
+            num_changed,
+            tuple(self.plane_nbytes[planes[i] : planes[i + 1]].tolist()),
+            digests[i * size : (i + 1) * size],
             self.touched[1][a:b],
             self.touched[2][a:b],
+        )
+
+    @cached_property
+    def _rows(self) -> tuple[list[int], list[int], bytes, list[list[int]]]:
+        """Plain numbers of all frames: picking them one by one out of arrays is most of what a record would cost."""
+        names = ("payload", "offset", "codec", "word_nbytes", "layer", "num_changed")
+        return (
+            self._tile_bounds.tolist(),
+            self._plane_bounds.tolist(),
+            self.digests.tobytes(),
+            [self.columns[n].tolist() for n in names],
         )
 
     def to_columns(self) -> FrameColumns:

@@ -2,7 +2,8 @@
 
 ``python tests/mutations.py`` copies the tree to a temporary folder, runs every test named in mutations.toml there once as it
 is, then makes one change after the other, each alone, runs only the test that goes with it, and prints what became of it.
-The checkout itself is never written. Not part of the test suite (minutes); launch/nightly.sh runs it.
+The checkout itself is never written and nothing
+of it is imported. Not part of the test suite (minutes); launch/nightly.sh runs it.
 
 Exit status: 0 when every mutant was killed, 1 when one survived, was out of date or could not be judged, 2 when a test
 fails without any mutation.
@@ -11,24 +12,30 @@ fails without any mutation.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import re
+import select
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 COPIED = ("megasync", "launch", "configs", "tests", "pyproject.toml", "README.md")
 _FAILED, _PASSED = 1, 0  # exit statuses of pytest; others mean that it could not run the test
+_WARM = ("torch", "torch.distributed", "numpy", "msgspec", "xxhash", "zstandard", "cramjam")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +136,7 @@ def _forget_bytecode(folder: Path, files: Sequence[str] | dict[str, str]) -> Non
 
 
 def run_tests(folder: Path, tests: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
-    """Run some tests of the copy.
+    """Run some tests of the copy in a fork of this process, which has everything but the copy imported.
 
     Args:
         folder: The copy.
@@ -139,48 +146,50 @@ def run_tests(folder: Path, tests: Sequence[str], timeout_s: float) -> tuple[int
     Returns:
         pytest's exit status, None where it had to be killed, and what it said.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={timeout_s:g}", *tests]
-    environment = os.environ | {
-        "PYTHONPATH": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    arguments = ["-q", "-p", "no:cacheprovider", f"--timeout={timeout_s:g}", *tests]
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        child = os.fork()
+        if not child:
+            os.setsid()
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            os._exit(_in_copy(folder, lambda: int(pytest.main(arguments))))
+        status = _wait(child, 60 + timeout_s * len(tests))
+        said.seek(0)
+        return status, said.read()
+
+
+def _in_copy(folder: Path, work: Callable[[], int]) -> int:
+    """Body of a forked process: work in the copy, and nothing of the checkout."""
+    status = 99
     try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=60 + timeout_s * len(tests),
-            check=False,
-        )
-    except subprocess.TimeoutExpired as e:
-        return None, str(e)
-    return done.returncode, done.stdout
+        os.chdir(folder)
+        sys.path[:] = [str(folder), *(p for p in sys.path if p and Path(p) not in (ROOT, ROOT / "tests"))]
+        os.environ |= {"PYTHONPATH": str(folder)} | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        imported = [importlib.import_module(name).__path__[0] for name in ("megasync", "launch")]
+        if all(Path(path).is_relative_to(folder) for path in imported):
+            status = work()
+        else:
+            print(f"the copy in {folder} is not what Python imports: {imported}")
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
 
 
-def require_copy(folder: Path) -> None:
-    """The tests must import the copy and not the checkout.
-
-    Raises:
-        RuntimeError: With what is imported.
-    """
-    code = "import megasync, launch; print(megasync.__file__); print(launch.__path__[0])"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    if any(not Path(line).is_relative_to(folder) for line in found.split()):
-        raise RuntimeError(f"the copy in {folder} is not what Python imports: {found}")
+def _wait(child: int, timeout_s: float) -> int | None:
+    """Exit status of a forked process; it and what it started are killed where it takes too long."""
+    handle = os.pidfd_open(child)
+    try:
+        done = bool(select.select([handle], [], [], timeout_s)[0])
+    finally:
+        os.close(handle)
+    if not done:
+        os.killpg(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status if done else None
 
 
 def judge(mutation: Mutation, folder: Path, timeout_s: float) -> tuple[str, str]:
@@ -229,7 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="megasync-mutations-") as name:
         folder = Path(name).resolve()
         copy_tree(folder)
-        require_copy(folder)
+        for module in _WARM:
+            importlib.import_module(module)
         tests = list(dict.fromkeys(m.test for m in chosen))
         start = time.monotonic()
         status, said = run_tests(folder, tests, arguments.timeout)

@@ -25,9 +25,10 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch.bench.host_rank import HostEngine, is_weight, live_words, random_tensor, share
 from launch.bench.masks import uniform_positions
-from launch.bench.model_list import ListEngine, is_weight, live_words, model_list, random_tensor
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle, table, timed
+from launch.bench.workload import model_specs
 from megasync.adapters.torch_trainer import TensorExporter
 from megasync.config import ApplyConfig, PublishConfig
 from megasync.receiver.applier import Applier
@@ -71,7 +72,7 @@ class Trainer:
     """A trainer that owns the whole list: live tensors, snapshot, and the publishing end without a process group."""
 
     def __init__(self, nbytes: int, sink: MemorySink, codec: str) -> None:
-        self.tensors = {t.name: random_tensor(t, 0) for t in model_list(nbytes)}
+        self.tensors = {t.name: random_tensor(t, 0) for t in model_specs(share(nbytes))}
         exporter = TensorExporter(self.tensors)
         config = PublishConfig(run=RUN, codec=codec)
         self.schema, holdings = exchange(RUN, exporter, None)
@@ -87,7 +88,7 @@ class Trainer:
 
     def _words(self, name: str, start: tuple[int, ...], extent: tuple[int, ...]) -> np.ndarray:
         tensor = self.tensors[name]
-        words = live_words(tensor).reshape(tuple(tensor.shape) or (1,))
+        words = live_words(tensor).reshape(tensor.shape)
         return words[tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))]
 
     def step(self, density: float, rng: np.random.Generator) -> int:
@@ -143,10 +144,10 @@ def encode_samples(config: CpuBench, sink: MemorySink, out: RowWriter) -> Schema
 
 def apply_samples(config: CpuBench, schema: Schema, sink: MemorySink, out: RowWriter) -> None:
     """Follow the versions of the sink with an engine that starts at version 0."""
-    engine = ListEngine(schema.tensors)
+    engine = HostEngine(share(config.nbytes))
     for t in schema.tensors:
         tensor = random_tensor(t, 0)
-        engine.load(t.name, live_words(tensor).reshape(tuple(tensor.shape) or (1,)))
+        engine.load(t.name, live_words(tensor).reshape(tensor.shape))
     applier = Applier(engine, sink, ApplyConfig(run=RUN, workers=1))
     _, took = timed(applier.join)
     add(out, "join", schema, 0, 0.0, took, 0)

@@ -15,7 +15,7 @@ from launch.bench.report_rows import Results
 from launch.bench.report_series import bf16_by_rate, dense_xor, stages
 
 _INK, _QUIET, _WARM = "#1f5fa8", "#8a8a8a", "#c2571a"
-_STYLE = {"font.size": 9, "svg.hashsalt": "megasync", "axes.spines.top": False, "axes.spines.right": False}
+_STYLE: Any = {"font.size": 9, "svg.hashsalt": "megasync", "axes.spines.top": False, "axes.spines.right": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ def _draw_apply(axis: Any, data: list[tuple[float, Measured]], results: Results)
     if dense := dense_xor(results):
         axis.axhline(dense.p50, color=_WARM, lw=1, label="dense XOR of a ready mask, decoding not counted")
     axis.set(xscale="log", yscale="log", xlabel="changed elements, %", ylabel="ms a GB of BF16 weights")
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set_xticks(x, [f"{v:g}" for v in x])
     axis.minorticks_off()
     axis.legend(frameon=False)
@@ -52,13 +53,18 @@ def _draw_apply(axis: Any, data: list[tuple[float, Measured]], results: Results)
 def _draw_stages(axis: Any, data: list[tuple[str, Measured]], results: Results) -> None:
     for y, (name, f) in enumerate(reversed(data)):
         color = _WARM if ", pause" in name else _INK
-        axis.barh(y, f.value.p50, color=color, height=0.6)
+        axis.hlines(y, f.value.p20, f.value.p80, color=color, lw=2)
+        axis.plot(f.value.p50, y, "o", color=color, ms=6)
         if f.floor:
-            axis.plot([f.floor, f.floor], [y - 0.42, y + 0.42], color="black", lw=1.5)
-        axis.text(f.value.p80 * 1.08, y, f"{f.value.p50:.3g}", va="center", fontsize=8)
+            axis.plot(f.floor, y, "|", color="black", ms=16, mew=1.5)
+        axis.annotate(
+            f"{f.value.p50:.3g}", (f.value.p50, y), (0, 8), textcoords="offset points", ha="center", fontsize=8
+        )
     axis.set_yticks(range(len(data)), [name for name, _ in reversed(data)])
-    axis.set(xscale="log", xlabel="ms (black: floor; orange: decoding stands still)")
+    axis.set(xscale="log", xlabel="ms (black: floor; orange: decoding stands still)", ylim=(-0.6, len(data) - 0.3))
+    axis.grid(axis="x", color="#dddddd", lw=0.6)
     axis.margins(x=0.15)
+    axis.xaxis.set_major_formatter("{x:g}")
 
 
 FIGURES = {

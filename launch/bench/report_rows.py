@@ -118,6 +118,11 @@ class Results:
             raise NotMeasuredError(f"{file}.jsonl has no rows with {named} (python -m launch.bench.{WRITTEN_BY[file]})")
         return rows
 
+    def chosen(self, file: str, case: str, default: str) -> str:
+        """The case with the library's own choice: the one that says so, else the one of its known default."""
+        named = f"{case}, as chosen"
+        return named if named in self.cases(file) else f"{case}, {default}"
+
     def cases(self, file: str, prefix: str = "") -> list[str]:
         """Cases of a file in the order they were taken, none where the file is missing."""
         return list(dict.fromkeys(r["case"] for r in self.files.get(file, []) if r["case"].startswith(prefix)))

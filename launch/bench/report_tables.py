@@ -55,12 +55,17 @@ def _targets(found: Iterable[tuple[Target, Found]]) -> str:
             continue
         floor = "" if f.measured.floor is None else number(f.measured.floor)
         asked = f.bound + (f" = {number(f.target)}" if f.part.of_floor and f.target is not None else "")
-        met = "yes" if f.met else f"**no**: {f.measured.short}" if f.excess <= 1 else f"**no**, by {f.excess - 1:.1%}"
         name = f"{target.id} {target.title}: {f.part.name}"
-        lines.append([name, spread(f.measured, f.part.unit), floor, asked, met, _device(f.measured.row)])
+        lines.append([name, spread(f.measured, f.part.unit), floor, asked, _met(f), _device(f.measured.row)])
     return (
         table(["target", "measured", "floor", "asked", "met", "on"], lines) if lines else "No target was measured yet."
     )
+
+
+def _met(f: Found) -> str:
+    if f.excess > 1:
+        return f"**no**: by {f.excess - 1:.1%}" if f.excess < 2 else f"**no**: {number(f.excess)} x the bound"
+    return "yes" if f.met or f.measured is None else f"**no**: {f.measured.short}"
 
 
 def _missing(found: Iterable[tuple[Target, Found]]) -> str:

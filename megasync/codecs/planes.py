@@ -37,6 +37,11 @@ def _compressor(name: str, parameters: zstandard.ZstdCompressionParameters) -> z
     return cast(zstandard.ZstdCompressor, found)
 
 
+def plane_compressor() -> zstandard.ZstdCompressor:
+    """This thread's compressor with the parameters of planes."""
+    return _compressor("plane", _PARAMETERS)
+
+
 def compress(raw: bytes | memoryview | np.ndarray, *, block: bool = False) -> bytes:
     """One Zstd frame of ``raw`` with its content size, always (also where larger).
 

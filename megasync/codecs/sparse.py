@@ -138,7 +138,7 @@ class SparseCodec(Codec):
         elif any(plane_nbytes[3 + w :]):
             raise FormatError("sparse frame: bytes in dense planes, but no segment is dense")
         return Entries(
-            w, shape.tensor_ids, shape.tiles, shape.tile_words, tile_counts, position.astype(np.uint32), values
+            w, shape.tensor_ids, shape.tiles, shape.tile_words, tile_counts, position.astype(np.uint32, copy=False), values
         )
 
 
@@ -156,17 +156,25 @@ def _check_counts(shape: FrameShape, segments: Segments, counts: np.ndarray) -> 
 
 
 def _positions(low: np.ndarray, high: np.ndarray, num: np.ndarray, segments: Segments) -> np.ndarray:
-    """Word index in the tile of each entry (int64), from the gap planes; ``num`` entries a segment."""
-    step = low.astype(np.int64) + (high.astype(np.int64) << 8) + 1
-    reached = np.cumsum(step)
-    stop = np.cumsum(num)
+    """Word index in the tile of each entry (u32), from the gap planes; ``num`` entries a segment.
+
+    All modulo 2^32: the steps of one sparse segment add up to less, whatever the gaps are, so its last index is exact.
+    """
+    reached = high.astype(np.uint32)
+    reached <<= np.uint32(8)
+    reached |= low
+    reached += np.uint32(1)
+    np.cumsum(reached, dtype=np.uint32, out=reached)
     used = np.flatnonzero(num)
-    before = np.concatenate(([0], reached))[stop - num]  # reached at the end of the previous segment
-    last = reached[stop[used] - 1] - before[used] - 1
-    if (last >= segments.words[used]).any():
-        at = int(used[int(np.argmax(last >= segments.words[used]))])
+    count = num[used]
+    end = reached[np.cumsum(count) - 1]  # reached at the end of each segment that has entries
+    before = np.concatenate((np.zeros(1, np.uint32), end[:-1]))
+    past = end - before > segments.words[used].astype(np.uint32)
+    if past.any():
+        at = int(used[int(np.argmax(past))])
         raise FormatError(f"sparse frame: a position of segment {at} is past its {segments.words[at]} words")
-    return reached - 1 + np.repeat(segments.base - before, num)
+    reached += np.repeat(segments.base[used].astype(np.uint32) - before - np.uint32(1), count)
+    return reached
 
 
 def _join(planes: list[memoryview], word_nbytes: int) -> np.ndarray:

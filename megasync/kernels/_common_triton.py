@@ -129,9 +129,10 @@ def touch_word(
 ):
     """XORs ``change`` in at physical ``offset`` (units) of a storage, and returns the old unit as zero-extended uint64.
 
-    With WRITE off it only reads. Without a use of the result the atomic becomes a reduction that waits for nothing, which
-    wins where changes are far apart. With ATOMIC off the word is read and written back: no two changes of a launch meet
-    in one word, and where many changes share a sector the write is combined (nibbles share bytes and need the atomic).
+    With WRITE off it only reads. Without a use of the result the atomic becomes a reduction that waits for nothing,
+    which wins where changes are far apart. With ATOMIC off the word is read and written back: no two changes of a
+    launch meet in one word, and where many changes share a sector the write is combined (nibbles share bytes and need
+    the atomic).
     """
     if WRITE and not ATOMIC and PARTS == 1:
         if W == 8:

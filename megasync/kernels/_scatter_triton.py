@@ -14,6 +14,9 @@ import triton.language as tl
 from megasync.kernels._common_triton import change_terms, remap, touch_word, unsigned
 from megasync.kernels.records import AXIS_HEAD, HEAD
 
+# Sizes and offsets differ from launch to launch: a variant compiled for one value would stall the next launch.
+_SIZES = ["entries_stride", "dense_stride", "entries_before", "dense_before"]
+
 _ROW_HEAD, _ROW_AXIS = tl.constexpr(HEAD), tl.constexpr(AXIS_HEAD)
 
 
@@ -30,7 +33,7 @@ def _value(planes_ptr, stride, at, mask, W: tl.constexpr):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["entries_ptr", "dense_ptr"])
 def scatter_kernel(
     segments_ptr,
     tiles_ptr,
@@ -59,6 +62,8 @@ def scatter_kernel(
 
     SUMS: 0 none, 2 new minus old, 4 touched-old too. CHECK counts positions past the end and zero values.
     """
+    entries_stride = entries_stride.to(tl.int64)
+    dense_stride = dense_stride.to(tl.int64)
     segment = segments_ptr + tl.program_id(0).to(tl.int64) * 4
     first = tl.load(segment).to(tl.int64)
     count = tl.load(segment + 1)

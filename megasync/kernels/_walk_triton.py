@@ -41,14 +41,18 @@ def _piece(address, mask, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _xor_piece(address, change, PIECE: tl.constexpr):
-    """XORs 4 or 8 bytes where they change, and returns the old ones there (0 elsewhere)."""
+def _xor_piece(address, change, PIECE: tl.constexpr, WRITE: tl.constexpr):
+    """XORs 4 or 8 bytes where they change, and returns the old ones there (0 elsewhere).
+
+    With WRITE off it only reads.
+    """
     touched = change != 0
     old = _piece(address, touched, PIECE)
-    if PIECE == 4:
-        tl.store(address.to(tl.pointer_type(tl.uint32)), (old ^ change).to(tl.uint32), mask=touched)
-    else:
-        tl.store(address.to(tl.pointer_type(tl.uint64)), old ^ change, mask=touched)
+    if WRITE:
+        if PIECE == 4:
+            tl.store(address.to(tl.pointer_type(tl.uint32)), (old ^ change).to(tl.uint32), mask=touched)
+        else:
+            tl.store(address.to(tl.pointer_type(tl.uint64)), old ^ change, mask=touched)
     return old
 
 
@@ -62,13 +66,14 @@ def walk_kernel(
     CHECKS: tl.constexpr,
     PIECE: tl.constexpr,
     XOR: tl.constexpr,
+    WRITE: tl.constexpr,
     SUMS: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One chunk of one box.
 
-    PIECE: bytes that lie together. SUMS: 2 all bytes' sums, 4 old and change.
+    PIECE: bytes that lie together. WRITE: with XOR on; off it only reads. SUMS: 2 all bytes' sums, 4 old and change.
     """
     item = items_ptr + tl.load(pieces_ptr + 2 * tl.program_id(0)).to(tl.int64) * (_WALK_HEAD + _WALK_DIGIT * DIGITS)
     begin = tl.load(pieces_ptr + 2 * tl.program_id(0) + 1) * _CHUNK
@@ -113,13 +118,13 @@ def walk_kernel(
             change_1 = _piece(at_mask + 8, valid, 8)
             if tl.max(((change_0 | change_1) != 0).to(tl.int32), 0) > 0:
                 if PIECE == 4:
-                    old_0 = _xor_piece(address, change_0 & 0xFFFFFFFF, 4)
-                    old_0 |= _xor_piece(address + step, change_0 >> 32, 4) << 32
-                    old_1 = _xor_piece(address + 2 * step, change_1 & 0xFFFFFFFF, 4)
-                    old_1 |= _xor_piece(address + 3 * step, change_1 >> 32, 4) << 32
+                    old_0 = _xor_piece(address, change_0 & 0xFFFFFFFF, 4, WRITE)
+                    old_0 |= _xor_piece(address + step, change_0 >> 32, 4, WRITE) << 32
+                    old_1 = _xor_piece(address + 2 * step, change_1 & 0xFFFFFFFF, 4, WRITE)
+                    old_1 |= _xor_piece(address + 3 * step, change_1 >> 32, 4, WRITE) << 32
                 else:
-                    old_0 = _xor_piece(address, change_0, 8)
-                    old_1 = _xor_piece(address + step, change_1, 8)
+                    old_0 = _xor_piece(address, change_0, 8, WRITE)
+                    old_1 = _xor_piece(address + step, change_1, 8, WRITE)
                 if SUMS > 0:
                     touched_0 = word_mask(change_0, W)
                     touched_1 = word_mask(change_1, W)
@@ -167,6 +172,7 @@ def word_kernel(
     PARTS: tl.constexpr,
     WIDE: tl.constexpr,
     XOR: tl.constexpr,
+    WRITE: tl.constexpr,
     SUMS: tl.constexpr,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -213,7 +219,7 @@ def word_kernel(
                     change = ((value >> (4 * part)) & 15).to(tl.int32)
                 # Old sums are of whole touched words, nibbles that stay included.
                 inside = inside & ((value if SUMS > 0 else change) != 0)
-                old = touch_word(address, offset, change, inside, True, True, W, PARTS)
+                old = touch_word(address, offset, change, inside, WRITE, True, W, PARTS)
                 seen = inside & counted
                 new = tl.where(seen, old ^ unsigned(change, 1 if PARTS > 1 else W), 0)
             else:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megasync.kernels import dispatch
-from megasync.kernels.compact_feed import DirectFeed, StagedFeed
+from megasync.kernels.compact_feed import DirectFeed, OldBytes, StagedFeed
 from megasync.kernels.compact_plan import CompactPlan, Span
 from megasync.kernels.compact_reference import compact_reference
 from megasync.kernels.planes import Planes
@@ -57,7 +57,7 @@ class _Found:
     ends: torch.Tensor
     totals: torch.Tensor
     ready: torch.cuda.Event | None
-    old_address: int
+    old: OldBytes
 
 
 def compact_(
@@ -128,7 +128,8 @@ def compact_jobs_(
     device = jobs[0][0].device
     if not dispatch.uses_triton(device):
         return (CompactPart(s, compact_reference(jobs[i][0], s, snapshot, jobs[i][1]), i) for i, s in spans)
-    feed = StagedFeed(device, snapshot, [s for _, s in spans], num_slots) if any(staged) else DirectFeed(snapshot)
+    with_plans = [(jobs[i][0], s) for i, s in spans]
+    feed = StagedFeed(snapshot, with_plans, num_slots) if any(staged) else DirectFeed(snapshot, with_plans)
     return _pipeline(jobs, snapshot, spans, feed)
 
 
@@ -176,7 +177,7 @@ def _pipeline(
             yield CompactPart(span, planes, job)
 
 
-def _find(plan: CompactPlan, span: Span, scratch: torch.Tensor, old_address: int) -> _Found:
+def _find(plan: CompactPlan, span: Span, scratch: torch.Tensor, old: OldBytes) -> _Found:
     """Launches the first pass of a span and asks for its sizes."""
     from megasync.kernels._compact_triton import close_kernel, find_kernel
 
@@ -193,7 +194,9 @@ def _find(plan: CompactPlan, span: Span, scratch: torch.Tensor, old_address: int
         find_kernel[(count,)](
             pieces if ids is None else ids,
             plan.table,
-            old_address,
+            old.address,
+            old.offsets,
+            old.step,
             scratch,
             stored,
             changed,
@@ -227,17 +230,17 @@ def _find(plan: CompactPlan, span: Span, scratch: torch.Tensor, old_address: int
     ends = torch.cumsum(sizes.view(-1), dim=0)  # flat: a scan along two rows of a matrix is far slower
     last = ends[segments - 1 :: segments]
     if plan.device.type == "cpu":
-        return _Found(span, classes, scratch, pieces, counts, sizes, ends, last, None, old_address)
+        return _Found(span, classes, scratch, pieces, counts, sizes, ends, last, None, old)
     totals = torch.empty(2, dtype=torch.int64, pin_memory=True)
     totals.copy_(last, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()
-    return _Found(span, classes, scratch, pieces, counts, sizes, ends, totals, ready, old_address)
+    return _Found(span, classes, scratch, pieces, counts, sizes, ends, totals, ready, old)
 
 
 def _emit(plan: CompactPlan, done: _Found, snapshot: torch.Tensor, lanes: torch.Tensor) -> Planes:
     """Launches the second pass of a span, once its sizes are known."""
-    from megasync.kernels._compact_triton import emit_kernel
+    from megasync.kernels._emit_triton import emit_kernel
 
     if done.ready is not None:
         done.ready.synchronize()
@@ -250,7 +253,9 @@ def _emit(plan: CompactPlan, done: _Found, snapshot: torch.Tensor, lanes: torch.
         emit_kernel[(count,)](
             done.pieces if ids is None else ids,
             plan.table,
-            done.old_address,
+            done.old.address,
+            done.old.offsets,
+            done.old.step,
             snapshot.data_ptr(),
             done.found,
             done.pieces[0],

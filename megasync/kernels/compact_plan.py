@@ -25,16 +25,29 @@ class Span:
         segments: First segment and end.
         pieces: First piece and end.
         vectors: First vector and end, counting those of all pieces.
-        snapshot: First snapshot byte that the pieces read and end.
     """
 
     segments: tuple[int, int]
     pieces: tuple[int, int]
     vectors: tuple[int, int]
-    snapshot: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """What a staging slot holds while a span is compared (see ``compact_feed``).
+
+    Attributes:
+        runs: First snapshot byte, end, and place in the slot of each run.
+        offsets: int64 ``[P]`` on the device, place of vector 0 of each piece, relative to the slot (may be negative).
+        nbytes: Bytes of the slot.
+    """
+
+    runs: tuple[tuple[int, int, int], ...]
+    offsets: torch.Tensor
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CompactPlan:
     """The compaction of some tiles of one word size.
 
@@ -55,6 +68,7 @@ class CompactPlan:
             device.
         device: Where the live words are.
         snapshot_nbytes: Bytes that the snapshot must have at least.
+        packings: Kept by ``compact_feed``.
     """
 
     word_nbytes: int
@@ -72,7 +86,8 @@ class CompactPlan:
     classes: tuple[tuple[int, np.ndarray, torch.Tensor], ...]
     device: torch.device
     snapshot_nbytes: int
-    _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict, repr=False, compare=False)
+    packings: dict[Span, Packing] = field(default_factory=dict, repr=False)
+    _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -96,11 +111,7 @@ class CompactPlan:
         while begin < len(self.segment_words):
             end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + max_nbytes, side="right")) - 1)
             pieces = (int(self.first_piece[begin]), int(self.first_piece[end]))
-            rows, vector = self.rows[slice(*pieces)], self.vector_nbytes[slice(*pieces)]
-            low = rows[:, 7] + rows[:, 5] * vector
-            high = low + rows[:, 6] * vector
-            snapshot = (int(low.min()), int(high.max())) if len(rows) else (0, 0)
-            yield Span((begin, end), pieces, (int(vectors[pieces[0]]), int(vectors[pieces[1]])), snapshot)
+            yield Span((begin, end), pieces, (int(vectors[pieces[0]]), int(vectors[pieces[1]])))
             begin = end
 
 

@@ -54,6 +54,19 @@ def dense_xor_(plan: WalkPlan, mask: torch.Tensor, lanes: torch.Tensor | None = 
     """
     if lanes is not None:
         _check_lanes(plan, lanes)
+    _check_mask(plan, mask)
+    if not dispatch.uses_triton(plan.records.device):
+        walk_reference(plan, mask, lanes)
+        return
+    launch_walk(plan, mask, lanes, sums=0 if lanes is None else 4)
+
+
+def _check_mask(plan: WalkPlan, mask: torch.Tensor) -> None:
+    """Tests the masks.
+
+    Raises:
+        ValueError: When they do not fit the plan.
+    """
     if mask.dtype is not torch.uint8 or mask.dim() != 1 or not mask.is_contiguous() or mask.data_ptr() % 16:
         raise ValueError(f"the mask must be contiguous uint8 [n] on 16 bytes, got {mask.dtype} {tuple(mask.shape)}")
     if mask.device != plan.records.device or mask.numel() < plan.mask_nbytes:
@@ -61,10 +74,27 @@ def dense_xor_(plan: WalkPlan, mask: torch.Tensor, lanes: torch.Tensor | None = 
             f"the mask has {mask.numel()} bytes on {mask.device}; the plan reads {plan.mask_nbytes} on "
             f"{plan.records.device}"
         )
+
+
+def dense_sums_(plan: WalkPlan, mask: torch.Tensor, lanes: torch.Tensor) -> None:
+    """Digests what decoded masks would change, without writing: the touched-old check of a dense delta.
+
+    Args:
+        plan: From ``plan_dense``.
+        mask: As for ``dense_xor_``.
+        lanes: As for ``dense_xor_``, not None.
+
+    Raises:
+        ValueError: When mask or lanes do not fit the plan.
+
+    *Stream*: the current stream; returns before the work is done. *Memory*: nothing is written but the sums.
+    """
+    _check_lanes(plan, lanes)
+    _check_mask(plan, mask)
     if not dispatch.uses_triton(plan.records.device):
-        walk_reference(plan, mask, lanes)
+        walk_reference(plan, mask, lanes, write=False)
         return
-    launch_walk(plan, mask, lanes, sums=0 if lanes is None else 4)
+    launch_walk(plan, mask, lanes, sums=4, write=False)
 
 
 def _check_lanes(plan: WalkPlan, lanes: torch.Tensor) -> None:
@@ -86,6 +116,7 @@ def launch_walk(
     lanes: torch.Tensor | None,
     *,
     sums: int,
+    write: bool = True,
     block: int = 256,
     num_warps: int = 2,
 ) -> None:
@@ -96,6 +127,7 @@ def launch_walk(
         mask: Masks, or None to digest.
         lanes: Sums, or None where ``sums`` is 0.
         sums: 0 none, 2 sums of what is there, 4 old words that change, and new minus old.
+        write: With a mask: XOR it in, else only read.
         block: Steps a program takes at a time, None for the fastest on an H200.
         num_warps: Warps of a program, None likewise.
     """
@@ -115,6 +147,7 @@ def launch_walk(
             CHECKS=c.num_checks,
             PIECE=c.piece_nbytes,
             XOR=mask is not None,
+            WRITE=write,
             SUMS=sums,
             W=records.word_nbytes,
             BLOCK=block,
@@ -133,6 +166,7 @@ def launch_walk(
             PARTS=2 * records.word_nbytes if s.group.nibble else 1,
             WIDE=s.group.wide,
             XOR=mask is not None,
+            WRITE=write,
             SUMS=sums,
             W=records.word_nbytes,
             BLOCK=128,

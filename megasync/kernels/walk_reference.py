@@ -15,7 +15,9 @@ from megasync.kernels.weights import change_terms_reference
 _CHUNK = 1 << 18
 
 
-def walk_reference(plan: WalkPlan, mask: torch.Tensor | None, lanes: torch.Tensor | None) -> None:
+def walk_reference(
+    plan: WalkPlan, mask: torch.Tensor | None, lanes: torch.Tensor | None, *, write: bool = True
+) -> None:
     """Digests the boxes of a plan, or XORs masks into them and digests what changes.
 
     Args:
@@ -23,6 +25,7 @@ def walk_reference(plan: WalkPlan, mask: torch.Tensor | None, lanes: torch.Tenso
         mask: uint8 ``[n]``, the decoded masks; None only reads.
         lanes: int64 ``[num_tensors, 4]``, added to: sums of all words into columns 0 and 1, or with a mask sums of
             the old words that change into 0 and 1 and of new minus old into 2 and 3. None sums nothing.
+        write: With a mask: XOR it in, else only read.
     """
     records = plan.records
     w, device = records.word_nbytes, records.device
@@ -51,7 +54,7 @@ def walk_reference(plan: WalkPlan, mask: torch.Tensor | None, lanes: torch.Tenso
                         # Old sums are of whole touched words, nibbles that stay included.
                         inside &= (change if lanes is None else value) != 0
                     change = change[inside]
-                    old = touch_reference(storage, offset[inside], change, w, group.nibble, mask is not None)
+                    old = touch_reference(storage, offset[inside], change, w, group.nibble, write and mask is not None)
                     if lanes is not None and int(group.rows[record, 2]):
                         bit = 4 * part if group.nibble else None
                         terms = change_terms_reference(flat[inside], old, old ^ change, w, bit).sum(0)

@@ -1,7 +1,8 @@
 """The audit: the state digest of every live tensor, read through the layouts, streaming.
 
 Answers which bytes are live, whoever wrote them: at join, on demand, and in tests. Copies are compared with what leads,
-replicas with their primaries, derived tensors with a fresh derivation. Must import nothing above tally.
+replicas with their primaries, derived tensors with a fresh derivation. Weights on a GPU are digested by kernels, through
+``scatter_audit``; the rest with numpy. Must import nothing above tally.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megasync.digest import state_digest
 from megasync.receiver.bind import Binding
 from megasync.receiver.dense import check_copies, held_sums, read_words
 from megasync.receiver.leads import Held
+from megasync.receiver.scatter_audit import device_sums, split_ids
 from megasync.receiver.sums import Sums
 from megasync.receiver.tally import tally
 from megasync.types import Box, Lanes
@@ -61,7 +63,7 @@ def audit(
 
     Args:
         binding: This rank.
-        pool: Threads to read on, None for the caller's.
+        pool: Threads to read host memory on, None for the caller's.
         ids: int64, ascending: which tensors; all that the engine holds by default.
         derived: Compare derived tensors too.
 
@@ -76,8 +78,10 @@ def audit(
 
     def body() -> list[list[Sums]]:
         mine = [int(i) for i in chosen if int(i) in binding.held]
+        on_gpu, on_host, device = split_ids(binding, mine)
+        sums = device_sums(binding, on_gpu, device) if device is not None and on_gpu else []
         run = map if pool is None else pool.map
-        sums = list(run(lambda i: live_sums(binding, i), mine))
+        sums += run(lambda i: live_sums(binding, i), on_host)
         if derived:
             binding.shadows.check(binding.engine.tensors(), binding.storages)
         return [sums]

@@ -125,11 +125,13 @@ class Backend(ABC):
             which wait for one another's interpreter lock (measured: slower from two threads on); reads, digests of
             stored bytes and writes run on the pool all the same.
         entry_nbytes: About what a staged changed word takes, to see before staging whether it fits.
+        range_scale: How many times larger than usual the ranges of frames should be that are placed at once.
     """
 
     name: str
     threads: bool = False
     entry_nbytes: int = 32
+    range_scale: int = 1
 
     def begin(self, manifest: Manifest, frames: np.ndarray) -> Placing:
         """Start to place a publication.

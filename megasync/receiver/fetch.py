@@ -66,31 +66,32 @@ class Fetched:
     num_refetched: int = 0
 
 
-def plan_ranges(manifest: Manifest, frames: np.ndarray) -> list[Range]:
+def plan_ranges(manifest: Manifest, frames: np.ndarray, scale: int = 1) -> list[Range]:
     """Cut the wanted frames in ranges.
 
     Args:
         manifest: The publication.
         frames: Frame numbers.
+        scale: Ranges may be so many times larger than ``RANGE_NBYTES`` and ``RANGE_CHANGED``.
     """
     table = manifest.frames
     payload, offset = table.columns["payload"][frames], table.columns["offset"][frames].astype(np.int64)
     order = np.lexsort((offset, payload))
+    first = offset[order]
+    columns = [payload[order], first, first + table.nbytes[frames[order]], table.columns["num_changed"][frames[order]]]
     out: list[Range] = []
     group: list[int] = []
     start = stop = words = current = 0
-    for i in order.tolist():
-        frame = int(frames[i])
-        first, last = int(offset[i]), int(offset[i] + table.nbytes[frame])
-        changed = int(table.columns["num_changed"][frame])
-        near = int(payload[i]) == current and 0 <= first - stop <= GAP_NBYTES
-        if group and not (near and last - start <= RANGE_NBYTES and words + changed <= RANGE_CHANGED):
+    rows = zip(frames[order].tolist(), *(c.tolist() for c in columns), strict=True)
+    for frame, where, begin, end, changed in rows:
+        near = where == current and 0 <= begin - stop <= GAP_NBYTES
+        if group and not (near and end - start <= scale * RANGE_NBYTES and words + changed <= scale * RANGE_CHANGED):
             out.append(Range(current, start, stop - start, tuple(group)))
             group = []
         if not group:
-            current, start, words = int(payload[i]), first, 0
+            current, start, words = where, begin, 0
         group.append(frame)
-        stop, words = last, words + changed
+        stop, words = end, words + changed
     if group:
         out.append(Range(current, start, stop - start, tuple(group)))
     return out
@@ -106,6 +107,7 @@ def fetch(
     *,
     in_flight: int = 4,
     fetched: Fetched | None = None,
+    scale: int = 1,
 ) -> Generator[T, None, None]:
     """Read frames and hand them on.
 
@@ -118,6 +120,7 @@ def fetch(
         pool: Threads; None works on the caller's.
         in_flight: Ranges read ahead of the one whose result is taken.
         fetched: Counts are added to it.
+        scale: Of the ranges, see ``plan_ranges``.
 
     Yields:
         Results of ``consume``, in the order of the ranges.
@@ -139,7 +142,7 @@ def fetch(
         counts.num_refetched += result[1].num_refetched
         return result[0]
 
-    ranges = plan_ranges(manifest, frames)
+    ranges = plan_ranges(manifest, frames, scale)
     if pool is None:
         for span in ranges:
             yield take(work(span))

@@ -33,6 +33,9 @@ from megasync.receiver.sums import Sums
 
 EntriesIn = Literal["hbm", "pinned"]
 
+RING_SLOTS = 3
+"""Slots in HBM that entries in pinned memory pass through: one read, one copied into, one between."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScatterMemory:
@@ -41,7 +44,7 @@ class ScatterMemory:
     Attributes:
         pinned_nbytes: Arenas in pinned host memory.
         planes_nbytes: Their twins in HBM.
-        ring_nbytes: Slots in HBM through which pinned entries pass.
+        ring_nbytes: Slots in HBM through which pinned entries pass (dense segments take as much again by the word).
         records_nbytes: Record tables in HBM.
     """
 
@@ -74,6 +77,7 @@ class ScatterBackend(Backend):
     name = "scatter"
     threads = True
     entry_nbytes = 16
+    range_scale = 4
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class ScatterBackend(Backend):
         self.host = CpuBackend(binding.only(host_ids)) if host_ids else None
         self.queue = WorkQueue(self.device, timeout_s)
         self.arenas = ArenaPool(self.device)
-        self._rings = {w: EntryRing(w, self.device) for w in self.layout.words} if entries_in == "pinned" else {}
+        self._rings = {w: EntryRing(w, self.device, num_slots=RING_SLOTS) for w in self.layout.words} if entries_in == "pinned" else {}
         self._passes = {w: Passes(self._rings.get(w)) for w in self.layout.words}
 
     def begin(self, manifest: Manifest, frames: np.ndarray) -> Placing:
@@ -120,11 +124,11 @@ class ScatterBackend(Backend):
 
     def memory(self) -> ScatterMemory:
         """What is allocated now."""
-        slots = [t for ring in self._rings.values() for slot in ring.slots for t in slot]
+        rings = [RING_SLOTS * r.chunk_entries * (2 + r.word_nbytes) for r in self._rings.values()]
         return ScatterMemory(
             self.arenas.host_nbytes,
             self.arenas.device_nbytes,
-            sum(t.numel() for t in slots),
+            sum(rings),
             self.layout.nbytes,
         )
 

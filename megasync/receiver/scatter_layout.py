@@ -92,6 +92,16 @@ class DeviceLayout:
         low, high = np.repeat(low, num, axis=0), np.repeat(high, num, axis=0)
         return ((starts < low) | (starts + extents > high)).any(axis=1)
 
+    @cached_property
+    def share(self) -> dict[int, float]:
+        """Of the canonical bytes of the tensors of each word size, how much this rank holds."""
+        schema, held = self.binding.schema, self.binding.held
+        return {
+            w: sum(held[i].layout.slice_nbytes for i in x.ids.tolist())
+            / max(sum(schema.tensors[i].nbytes for i in x.ids.tolist()), 1)
+            for w, x in self.words.items()
+        }
+
     @property
     def nbytes(self) -> int:
         """Bytes of all record tables on the device."""

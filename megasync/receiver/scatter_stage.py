@@ -160,14 +160,9 @@ class Loader:
 
 def _expected(layout: DeviceLayout, manifest: Manifest, frames: np.ndarray) -> dict[int, int]:
     """About how many entries of each word size this rank will keep: its share of the weights, of the changed words."""
-    binding = layout.binding
-    share: dict[int, float] = {}
-    for w, words in layout.words.items():
-        mine = sum(binding.held[int(i)].layout.slice_nbytes for i in words.ids)
-        share[w] = min(1.0, mine / max(sum(binding.schema.tensors[int(i)].nbytes for i in words.ids), 1) * _SLACK)
     columns = manifest.frames.columns
     sizes, changed = columns["word_nbytes"][frames], columns["num_changed"][frames].astype(np.int64)
-    return {w: int(changed[sizes == w].sum() * s) for w, s in share.items()}
+    return {w: int(changed[sizes == w].sum() * min(1.0, s * _SLACK)) for w, s in layout.share.items()}
 
 
 def _unpack(frames: Sequence[FetchedFrame]) -> RawFrames:

@@ -138,7 +138,17 @@ def stage(
 
     consume: Callable[[Sequence[FetchedFrame]], Any] = place if backend.threads else list
     with closing(
-        fetch(reader, binding.schema, manifest, frames, consume, pool, in_flight=in_flight, fetched=fetched)
+        fetch(
+            reader,
+            binding.schema,
+            manifest,
+            frames,
+            consume,
+            pool,
+            in_flight=in_flight,
+            fetched=fetched,
+            scale=backend.range_scale,
+        )
     ) as results:
         for result in results:
             add(*(result if backend.threads else place(result)))

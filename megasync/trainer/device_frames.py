@@ -7,15 +7,18 @@ import torch, receiver or an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
 from megasync.codecs.base import EncodedFrame, FrameShape
 from megasync.codecs.choice import AUTO, DENSE_DENSITY, encode_frame
-from megasync.codecs.planes import pack
+from megasync.codecs.plane_batch import pack_all
 from megasync.codecs.sparse import SparseCodec, counts_plane
 from megasync.digest import MASK64, content_digest
 from megasync.frames import MAX_FRAME_NBYTES, FrameRecord
@@ -44,12 +47,12 @@ class TileTable:
     tiles: np.ndarray
     tile_words: np.ndarray
 
-    @property
+    @cached_property
     def first_segment(self) -> np.ndarray:
         """Segments before each tile, int64 ``[T + 1]``."""
         return np.append(0, np.cumsum(-(-self.tile_words // SEGMENT_WORDS)))
 
-    @property
+    @cached_property
     def segment_words(self) -> np.ndarray:
         """Words of each segment, int64 ``[S]``."""
         first = self.first_segment
@@ -66,15 +69,15 @@ class Strip:
 
     def __init__(self, parts: Iterable[np.ndarray]) -> None:
         self._parts = [p for p in parts if p.shape[1]]
-        self._ends = np.cumsum([p.shape[1] for p in self._parts], dtype=np.int64)
+        self._ends = list(accumulate(p.shape[1] for p in self._parts))
 
     def row(self, k: int, start: int, stop: int) -> list[np.ndarray]:
         """Bytes ``start`` to ``stop`` of plane ``k``: views, one for each part that they touch."""
         out: list[np.ndarray] = []
-        i = int(np.searchsorted(self._ends, start, side="right"))
+        i = bisect_right(self._ends, start)
         while start < stop:
-            before = int(self._ends[i]) - self._parts[i].shape[1]
-            end = min(stop, int(self._ends[i]))
+            before = self._ends[i] - self._parts[i].shape[1]
+            end = min(stop, self._ends[i])
             out.append(self._parts[i][k, start - before : end - before])
             start, i = end, i + 1
         return out
@@ -90,7 +93,7 @@ class RawPlanes:
         entries: Rows gap low, gap high, value planes.
         dense: Rows of the mask planes of dense segments.
         lanes: int64 ``[num_tensors, 4]``: touched-old lanes a and b, then new minus old lanes a and b.
-        lane_ids: Schema id of each row of ``lanes``.
+        lane_ids: Schema id of each row of ``lanes``, ascending.
     """
 
     table: TileTable
@@ -159,6 +162,11 @@ class RawFrame:
         parts = [c.planes(a, b) for c, a, b in self.runs]
         return out + [_joined([x for p in parts for x in p[k]]) for k in range(len(parts[0]))]
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether ``auto`` takes the ``sparse`` codec for it."""
+        return self.num_changed < DENSE_DENSITY * int(self.tile_words.sum(dtype=np.int64))
+
     def entries(self) -> Entries:
         """The changed words themselves."""
         planes = self.planes()
@@ -221,9 +229,8 @@ def cut(schema: Schema, raws: Sequence[RawPlanes]) -> list[RawFrame]:
     bounds = cut_bounds(group, changed, words * w)
     out = []
     for a, b in zip(bounds[:-1], bounds[1:], strict=True):
-        runs = tuple(
-            (found[which[a + i]], int(index[a + i]), int(index[a + j - 1]) + 1) for i, j in runs_of_equal(which[a:b])
-        )
+        spans = [(0, b - a)] if (which[a:b] == which[a]).all() else runs_of_equal(which[a:b])
+        runs = tuple((found[which[a + i]], int(index[a + i]), int(index[a + j - 1]) + 1) for i, j in spans)
         sizes = words[a:b].astype(np.uint32)
         layer = int(schema.layers[ids[a]])
         out.append(RawFrame(layer, int(w[a]), ids[a:b], tiles[a:b], sizes, int(changed[a:b].sum()), runs))
@@ -231,7 +238,13 @@ def cut(schema: Schema, raws: Sequence[RawPlanes]) -> list[RawFrame]:
 
 
 def encode_raw(
-    schema: Schema, raws: Sequence[RawPlanes], codec: str, algorithm: int, pool: Executor | None = None
+    schema: Schema,
+    raws: Sequence[RawPlanes],
+    codec: str,
+    algorithm: int,
+    *,
+    num_threads: int = 1,
+    pool: Executor | None = None,
 ) -> EncodedDelta:
     """Frames and digest sums of a pass: what ``versions.encode.encode`` gives for its changed words.
 
@@ -240,19 +253,15 @@ def encode_raw(
         raws: One for each compaction.
         codec: Codec name or ``auto``.
         algorithm: Digest algorithm of the format.
-        pool: Threads to share the frames; None does them one by one here.
+        num_threads: Threads that pack planes of the ``sparse`` codec.
+        pool: Shares frames of other codecs; None does them one by one here.
     """
     frames = cut(schema, raws)
-
-    def one(frame: RawFrame) -> tuple[EncodedFrame, bytes]:
-        encoded = _encode(frame, codec)
-        return encoded, content_digest(encoded.planes, algorithm)
-
-    apply: Callable[..., Iterator[tuple[EncodedFrame, bytes]]] = map if pool is None else pool.map
     records: list[FrameRecord] = []
     parts: list[bytes] = []
     offset = 0
-    for frame, (encoded, digest) in zip(frames, apply(one, frames), strict=True):
+    for frame, encoded in zip(frames, _encoded(frames, codec, num_threads, pool), strict=True):
+        sizes = encoded.plane_nbytes
         records.append(
             FrameRecord(
                 0,
@@ -261,32 +270,40 @@ def encode_raw(
                 frame.word_nbytes,
                 frame.layer,
                 frame.num_changed,
-                encoded.plane_nbytes,
-                digest,
+                sizes,
+                content_digest(encoded.planes, algorithm),
                 frame.tensor_ids,
                 frame.tiles,
             )
         )
         parts += encoded.planes
-        offset += encoded.nbytes
-    return EncodedDelta(tuple(records), tuple(parts), _touched(raws, frames))
+        offset += sum(sizes)
+    return EncodedDelta(tuple(records), tuple(parts), _touched(raws))
 
 
-def _encode(frame: RawFrame, codec: str) -> EncodedFrame:
-    few = frame.num_changed < DENSE_DENSITY * int(frame.tile_words.sum(dtype=np.int64))
-    if codec == _SPARSE.name or (codec == AUTO and few):
-        return EncodedFrame(_SPARSE.id, tuple(pack(p) for p in frame.planes()))
-    return encode_frame(codec, frame.entries())
+def _encoded(frames: Sequence[RawFrame], codec: str, num_threads: int, pool: Executor | None) -> list[EncodedFrame]:
+    """Every frame through its outer codec."""
+    sparse = [codec == _SPARSE.name or (codec == AUTO and f.is_sparse) for f in frames]
+    planes = [f.planes() for f, direct in zip(frames, sparse, strict=True) if direct]
+    packed = iter(pack_all([p for f in planes for p in f], num_threads))
+    direct = iter([EncodedFrame(_SPARSE.id, tuple(next(packed) for _ in f)) for f in planes])
+    others = [f for f, direct_ in zip(frames, sparse, strict=True) if not direct_]
+    apply = map if pool is None else pool.map
+    rest = iter(list(apply(lambda f: encode_frame(codec, f.entries()), others)))
+    return [next(direct) if is_direct else next(rest) for is_direct in sparse]
 
 
-def _touched(raws: Sequence[RawPlanes], frames: Sequence[RawFrame]) -> dict[int, tuple[Lanes, Lanes]]:
+def _touched(raws: Sequence[RawPlanes]) -> dict[int, tuple[Lanes, Lanes]]:
     """Digest sums by touched tensor: of new minus old, and of old at the changed words."""
-    changed = {int(i) for f in frames for i in np.unique(f.tensor_ids)}
     out: dict[int, tuple[Lanes, Lanes]] = {}
     for raw in raws:
-        for tensor_id, row in zip(raw.lane_ids.tolist(), raw.lanes.tolist(), strict=True):
-            if tensor_id in changed:
-                old_a, old_b, new_a, new_b = (x & MASK64 for x in row)
-                change, old = out.get(tensor_id, (Lanes(), Lanes()))
-                out[tensor_id] = change + Lanes(new_a, new_b), old + Lanes(old_a, old_b)
+        total = np.append(0, np.cumsum(raw.counts, dtype=np.int64))
+        first = raw.table.first_segment
+        changed = np.unique(raw.table.tensor_ids[total[first[1:]] > total[first[:-1]]])
+        at = np.searchsorted(raw.lane_ids, changed)
+        for tensor_id, (old_a, old_b, new_a, new_b) in zip(changed.tolist(), raw.lanes[at].tolist(), strict=True):
+            change, old = Lanes(new_a & MASK64, new_b & MASK64), Lanes(old_a & MASK64, old_b & MASK64)
+            if tensor_id in out:
+                change, old = out[tensor_id][0] + change, out[tensor_id][1] + old
+            out[tensor_id] = change, old
     return out

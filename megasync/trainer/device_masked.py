@@ -14,7 +14,7 @@ from threading import Event
 import numpy as np
 import torch
 
-from megasync.kernels.compact import CompactPart
+from megasync.kernels.planes import Planes
 from megasync.schema import Schema
 from megasync.trainer.device_arena import Landing
 from megasync.trainer.device_frames import RawPlanes, Strip, cut, encode_raw
@@ -34,7 +34,7 @@ class Landed:
         counts: int32 ``[S]``, of all segments; 0 where a pass broke off before.
         entries: Planes of each span, uint8 ``[2 + w, n]``, host.
         dense: Mask planes of each span, uint8 ``[w, m]``, host.
-        lanes: int64 ``[num_tensors, 4]``, host.
+        lanes: int64 ``[num_tensors, 4]``, host; valid once the pass has landed.
     """
 
     compaction: Compaction
@@ -43,13 +43,16 @@ class Landed:
     entries: list[torch.Tensor] = field(default_factory=list)
     dense: list[torch.Tensor] = field(default_factory=list)
 
-    def bring_down(self, part: CompactPart, landing: Landing) -> None:
-        """Copy a span's planes to host memory. *Stream*: the current stream; ``part`` must live until it is done."""
-        self.counts[slice(*part.span.segments)].copy_(part.planes.counts, non_blocking=True)
-        for planes, kept in ((part.planes.entries, self.entries), (part.planes.dense, self.dense)):
-            if planes.shape[1]:
-                place = landing.take(tuple(planes.shape), planes.dtype)
-                place.copy_(planes, non_blocking=True)
+    def bring_down(self, segments: tuple[int, int], planes: Planes, landing: Landing) -> None:
+        """Copy a span's planes to host memory.
+
+        *Stream*: the current stream; where the planes were made on it they may be dropped at once.
+        """
+        self.counts[slice(*segments)].copy_(planes.counts, non_blocking=True)
+        for source, kept in ((planes.entries, self.entries), (planes.dense, self.dense)):
+            if source.shape[1]:
+                place = landing.take(tuple(source.shape), source.dtype)
+                place.copy_(source, non_blocking=True)
                 kept.append(place)
 
     def raw(self) -> RawPlanes:
@@ -96,13 +99,13 @@ class DeviceMasked(Masked):
         self._issued.wait()
         return self._read
 
-    def encode_with(self, codec: str, algorithm: int, pool: Executor) -> None:
+    def encode_with(self, codec: str, algorithm: int, num_threads: int, pool: Executor) -> None:
         """Encode what came down, on the encoder's thread; afterwards the landing arena is not read any more."""
         try:
             if self.error is not None:
                 raise self.error
             raws = [x.raw() for x in self.landed]
-            self._delta.set_result(encode_raw(self._schema, raws, codec, algorithm, pool))
+            self._delta.set_result(encode_raw(self._schema, raws, codec, algorithm, num_threads=num_threads, pool=pool))
         except BaseException as e:
             self._keep_entries()
             self._delta.set_exception(e)

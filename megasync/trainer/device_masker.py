@@ -18,15 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megasync.kernels.compact import CompactPart, compact_
+from megasync.kernels.compact import CompactPart, compact_jobs_
 from megasync.schema import Schema
 from megasync.telemetry import Telemetry
-from megasync.trainer.device_arena import Landings
+from megasync.trainer.device_arena import Landing, Landings
 from megasync.trainer.device_masked import DeviceMasked, Landed
 from megasync.trainer.device_plan import (
+    HELD_NBYTES,
     NUM_LANDINGS,
     NUM_STAGING_SLOTS,
-    Compaction,
     landing_nbytes,
     plan_compactions,
 )
@@ -37,7 +37,6 @@ from megasync.trainer.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 _Job = tuple[DeviceMasked, int, Mark]
-_COMING_DOWN = 2  # spans whose planes are held on the device until they are in host memory
 _MAX_THREADS = 8
 _CLOSE_S = 60.0
 
@@ -79,12 +78,14 @@ class DeviceMasker(Masker):
         self._chunks = sorted({c.chunk for c in self._compactions})
         size = landing_nbytes(snapshot.nbytes) if landing is None else landing
         self._landings = Landings(NUM_LANDINGS, size, device)
-        self._side, self._down = SideStream(device), SideStream(device)
+        self._side = SideStream(device)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._running: DeviceMasked | None = None
-        self._coming: deque[tuple[CompactPart | None, Mark]] = deque()
+        self._held: deque[tuple[Landed, CompactPart]] = deque()
+        self._held_nbytes = 0
         self._times: deque[tuple[str, Mark, Mark]] = deque()
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="megasync-encode")
+        self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-codec")
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="megasync-mask", daemon=True)
@@ -185,34 +186,30 @@ class DeviceMasker(Masker):
         start.hold()
         if masked.begun is None:
             masked.begun = Mark(self._device)
-        for compaction in self._compactions:
-            if compaction.chunk == chunk:
-                self._compact(masked, compaction)
+        mine = [c for c in self._compactions if c.chunk == chunk]
+        landed = []
+        for compaction in mine:
+            counts = masked.landing.take((len(compaction.plan.segment_words),), torch.int32)
+            counts.zero_()  # of segments that an error keeps from being read
+            landed.append(Landed(compaction, counts, masked.landing.take(tuple(compaction.lanes.shape), torch.int64)))
+            compaction.lanes.zero_()
+        masked.landed += landed
+        jobs = [(c.plan, c.lanes) for c in mine]
+        for part in compact_jobs_(jobs, self._snapshot.arena, num_slots=NUM_STAGING_SLOTS):
+            self._held.append((landed[part.job], part))
+            self._held_nbytes += part.planes.entries.numel() + part.planes.dense.numel()
+            if self._held_nbytes > HELD_NBYTES:
+                self._bring_down(masked.landing)
 
-    def _compact(self, masked: DeviceMasked, compaction: Compaction) -> None:
-        """One compaction; planes come down beside the next span."""
-        assert masked.landing is not None
-        counts = masked.landing.take((len(compaction.plan.segment_words),), torch.int32)
-        counts.zero_()  # of segments that an error keeps from being read
-        landed = Landed(compaction, counts, masked.landing.take(tuple(compaction.lanes.shape), torch.int64))
-        masked.landed.append(landed)
-        compaction.lanes.zero_()
-        for part in compact_(compaction.plan, self._snapshot.arena, compaction.lanes, num_slots=NUM_STAGING_SLOTS):
-            emitted = Mark(self._device)
-            with self._down.current():
-                emitted.hold()
-                landed.bring_down(part, masked.landing)
-                self._coming.append((part, Mark(self._device)))
-            while len(self._coming) > _COMING_DOWN:
-                self._coming.popleft()[1].wait()
-        summed = Mark(self._device)
-        with self._down.current():
-            summed.hold()
-            landed.lanes.copy_(compaction.lanes, non_blocking=True)
-            self._coming.append((None, Mark(self._device)))
+    def _bring_down(self, landing: Landing) -> None:
+        """Queue copies of the planes held so far; the stream they were made on keeps them until then."""
+        while self._held:
+            landed, part = self._held.popleft()
+            landed.bring_down(part.span.segments, part.planes, landing)
+        self._held_nbytes = 0
 
     def _finish(self, masked: DeviceMasked) -> None:
-        """Every read is queued: let the fence pass, wait for the planes, hand them to the encoder."""
+        """Every read is queued: let the fence pass, bring the planes down, hand them to the encoder."""
         read: Mark | None = None
         try:
             read = Mark(self._device)
@@ -222,16 +219,20 @@ class DeviceMasker(Masker):
         if read is not None and masked.begun is not None:
             self._times.append(("pass", masked.begun, read))
         with self._telemetry.span("landing"):
-            while self._coming:
-                try:
-                    self._coming.popleft()[1].wait()
-                except BaseException as e:
-                    masked.error = masked.error or e
+            try:
+                if masked.landing is not None:
+                    self._bring_down(masked.landing)
+                for landed in masked.landed:
+                    landed.lanes.copy_(landed.compaction.lanes, non_blocking=True)
+                Mark(self._device).wait()
+            except BaseException as e:
+                masked.error = masked.error or e
+        self._held.clear()
         self._encoder.submit(self._encode, masked)
 
     def _encode(self, masked: DeviceMasked) -> None:
         with self._telemetry.span("codec"):
-            masked.encode_with(self._codec, self._algorithm, self._pool)
+            masked.encode_with(self._codec, self._algorithm, self._num_threads, self._pool)
         if masked.landing is not None:
             self._telemetry.count("landing_overflow_nbytes", masked.landing.overflow_nbytes)
             self._landings.give(masked.landing)

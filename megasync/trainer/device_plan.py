@@ -31,7 +31,10 @@ LANDING_RATIO = 1 / 16
 """Size of a landing arena over owned bytes; a denser pass goes on into ordinary memory."""
 
 MIN_LANDING_NBYTES = 1 << 20
-NUM_STAGING_SLOTS = 3
+NUM_STAGING_SLOTS = 4
+
+HELD_NBYTES = 1 << 27
+"""Planes of a pass that stay on the device until all its spans were read: bringing them down then delays no read."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +144,12 @@ def device_work_nbytes(regions: Iterable[Region], device: torch.device, owned_nb
         staged: The snapshot is in host memory and comes up through slots.
 
     Returns:
-        Bytes: tables, copies of volatile weights, scratches, staging slots, and planes of three spans at
-        ``LANDING_RATIO``.
+        Bytes: tables, copies of volatile weights, scratches, staging slots, and planes: those held until the end of a
+        pass, and of two spans at ``LANDING_RATIO``.
     """
     copies = sum(r.box.num_words * r.data.element_size() for r in regions if buffered(r, device))
     span = min(STAGED_SPAN_NBYTES if staged else SPAN_NBYTES, owned_nbytes)
     tables = (owned_nbytes // SEGMENT_WORDS + 1) * (PIECE_COLUMNS + 8) * 8
     slots = NUM_STAGING_SLOTS * span if staged else 0
-    return copies + tables + 2 * (span // 4) + slots + int(3 * span * LANDING_RATIO * 4)
+    held = min(HELD_NBYTES, int(4 * owned_nbytes * LANDING_RATIO))
+    return copies + tables + 2 * (span // 4) + slots + held + int(2 * span * LANDING_RATIO * 4)

@@ -19,7 +19,7 @@ from megasync.kernels.records import pack_records
 from megasync.kernels.scatter import new_lanes, scatter_xor_, touched_sums_
 from megasync.kernels.scatter_plan import Tiles, plan_scatter
 from megasync.kernels.scatter_stream import EntryRing, scatter_xor_streamed_
-from megasync.kernels.walk import audit_, dense_xor_
+from megasync.kernels.walk import audit_, dense_sums_, dense_xor_
 from megasync.kernels.walk_plan import plan_audit, plan_dense
 from megasync.tiles import make_grid
 from tests.gpu import kernel_cases as cases
@@ -87,8 +87,11 @@ def walk(device: str, w: int, density: float, seed: int = 0, tiny: bool = False)
     dense = plan_dense(case.tiles, case.offsets, case.records)
     assert dense.fast
     assert tiny or dense.slow
-    changed = torch.zeros_like(lanes)
+    changed, read = torch.zeros_like(lanes), torch.zeros_like(lanes)
+    dense_sums_(dense, case.mask, read)
+    assert all(torch.equal(case.storages[k], before[k]) for k in before)
     dense_xor_(dense, case.mask, changed)
+    assert torch.equal(read, changed)
     assert [cases.as_lanes(r) for r in changed.cpu()] == sums
     for name, want in after.items():
         np.testing.assert_array_equal(case.storages[name].cpu().numpy(), want, err_msg=name)

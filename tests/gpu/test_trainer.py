@@ -95,13 +95,13 @@ def test_every_publication_rebuilds_bit_for_bit_and_a_restart_goes_on(place: Sna
 
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every compaction begins late on the mask's stream, as behind a busy GPU."""
-    inner = device_masker.compact_
+    inner = device_masker.compact_jobs_
 
     def late(*args: Any, **kwargs: Any) -> Iterator[Any]:
         torch.cuda._sleep(SLEEP_CYCLES)
         yield from inner(*args, **kwargs)
 
-    monkeypatch.setattr(device_masker, "compact_", late)
+    monkeypatch.setattr(device_masker, "compact_jobs_", late)
 
 
 class Trained:

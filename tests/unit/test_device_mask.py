@@ -95,14 +95,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
-        inner = device_masker.compact_
+        inner = device_masker.compact_jobs_
 
         def gated(*args: Any, **kwargs: Any) -> Iterator[Any]:
             self.reached.set()
             assert self.opened.wait(20)
             yield from inner(*args, **kwargs)
 
-        monkeypatch.setattr(device_masker, "compact_", gated)
+        monkeypatch.setattr(device_masker, "compact_jobs_", gated)
 
 
 def test_case_67_the_fence_keeps_the_next_step_out_and_without_it_the_step_leaks(
@@ -170,7 +170,7 @@ def test_a_pass_that_breaks_off_is_undone_and_the_next_one_carries_everything(
     rank = cases.make_rank()
     snapshot, masker = cases.on_device(rank)
     before = cases.copies_of(snapshot)
-    inner, left = device_masker.compact_, [3]
+    inner, left = device_masker.compact_jobs_, [3]
 
     def breaking(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for part in inner(*args, **kwargs, span_nbytes=200_000):
@@ -179,7 +179,7 @@ def test_a_pass_that_breaks_off_is_undone_and_the_next_one_carries_everything(
             if not left[0]:
                 raise MemoryError("no room for the planes of a span")
 
-    monkeypatch.setattr(device_masker, "compact_", breaking)
+    monkeypatch.setattr(device_masker, "compact_jobs_", breaking)
     rank.change(0.02, 1)
     masked = masker.begin()
     with pytest.raises(MemoryError, match="no room for the planes"):
@@ -200,7 +200,7 @@ def test_a_codec_that_fails_leaves_a_pass_that_can_be_undone(monkeypatch: pytest
     snapshot, masker = cases.on_device(rank)
     before = cases.copies_of(snapshot)
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **kwargs: Any) -> Any:
         raise OSError("the encoder is out of order")
 
     monkeypatch.setattr("megasync.trainer.device_masked.encode_raw", failing)

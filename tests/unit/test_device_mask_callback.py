@@ -235,7 +235,7 @@ def test_an_error_of_a_pass_fails_its_version_and_the_next_one_heals(monkeypatch
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("the device is full")
 
-    monkeypatch.setattr(device_masker, "compact_", failing)
+    monkeypatch.setattr(device_masker, "compact_jobs_", failing)
     change(tensors, 0.02, 1)
     callback.step_end()
     with pytest.raises(RankFailedError, match="the device is full"):

@@ -1,0 +1,209 @@
+"""The benchmark report: the same rows give the same README, summary and pictures; gaps and broken files are named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.bench import report
+from launch.bench.report_figures import draw_all
+from launch.bench.report_rows import BrokenRowsError, Results
+from launch.bench.report_targets import summarize
+from launch.bench.rows import RESULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+WHERE = {"device": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "commit": "0123456789abcdef"}
+IDS = ["P1", "P1b", "P1c", *(f"P{i}" for i in range(2, 13))]
+ENTRIES = 94_000_000
+
+
+def row(stage: str, case: str, sample: int = 0, **columns: Any) -> dict[str, Any]:
+    return {"stage": stage, "case": case, "sample": sample, "density": None, **columns, **WHERE}
+
+
+def samples(case: str, seconds: Sequence[float], **columns: Any) -> list[dict[str, Any]]:
+    columns = {"nbytes_in": 3 * ENTRIES, "nbytes_out": 4 * ENTRIES, "density": 0.00085} | columns
+    return [row("apply", case, i, seconds=s, **columns) for i, s in enumerate(seconds)]
+
+
+def apply_rows(pinned_s: float = 0.0062, **columns: Any) -> list[dict[str, Any]]:
+    """A floor of 5 ms, an apply of 5.5 ms, proofs at 7 ms; a faster variant that nobody runs by default."""
+    return [
+        *samples("P1 scatter floor", [0.005, 0.0049, 0.0051], **columns),
+        *samples("P1 apply, block 64, 1 warps", [0.001], **columns),
+        *samples("P1 apply, entries in HBM", [0.0055, 0.0056, 0.0054, 0.0058, 0.0052], **columns),
+        *samples("P1 apply, entries pinned, chunks of 1 Mi", [0.001], **columns),
+        *samples("P1 apply, entries pinned, as chosen", [pinned_s], **columns),
+        *samples("touched-old check (stage)", [0.002], **columns),
+        *samples("P1b apply, sums, compare, read-back", [0.007], **columns),
+        *samples("P6 floor, bf16 2.0% of elements", [0.002], density=None),
+        *samples("P6 bf16 2.0%, as chosen", [0.004], density=0.02, weights_nbytes=10_000_000_000),
+    ]
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "README.md").write_text(f"# before\n\n{report.BEGIN}\nold\n{report.END}\n\n## after\n")
+    return tmp_path
+
+
+def run(place: Path, *more: str) -> int:
+    return report.main(["--results", str(place / "results"), "--readme", str(place / "README.md"), *more])
+
+
+def test_committed_rows_give_the_committed_readme_and_summary() -> None:
+    differ = report.stale(report.make_texts(Results(RESULTS), report.README))
+    assert not differ, f"{differ}: run bash launch/bench.sh --report"
+
+
+def test_committed_readme_links_pictures_that_are_there() -> None:
+    block = report.README.read_text().partition(report.BEGIN)[2].partition(report.END)[0]
+    links = [part.partition(")")[0] for part in block.split("](")[1:]]
+    assert links
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_summary_has_every_target_and_key() -> None:
+    keys = {"value", "unit", "target", "floor", "met", "device", "commit", "conditions"}
+    found = summarize(Results(RESULTS))
+    assert list(found) == IDS
+    assert all(set(entry) == keys for entry in found.values())
+    assert json.loads((RESULTS / "summary.json").read_text()) == found
+
+
+def test_figures_are_medians_of_the_default_case_beside_their_floor(place: Path) -> None:
+    write(place / "results", "apply-gpu", apply_rows())
+    found = summarize(Results(place / "results"))
+    p1 = found["P1"]
+    assert (p1["value"], p1["unit"], p1["floor"], p1["target"]) == (5.5, "ms", 5.0, 5.75)
+    assert p1["met"] is True
+    assert (p1["device"], p1["commit"]) == ("NVIDIA H200", "0123456789abcdef")
+    assert "median 5.5 ms, p20 5.36, p80 5.64 of 5 samples, 1.100 x floor" in p1["conditions"]
+    assert (found["P1b"]["value"], found["P1b"]["met"]) == (7.0, True)
+    assert (found["P6"]["value"], found["P6"]["floor"], found["P6"]["met"]) == (0.4, 0.2, False)
+
+
+def test_the_part_beyond_its_bound_decides(place: Path) -> None:
+    write(place / "results", "apply-gpu", apply_rows(pinned_s=0.0066))
+    p1 = summarize(Results(place / "results"))["P1"]
+    assert (p1["value"], p1["target"], p1["met"]) == (6.6, 6.5, False)
+    assert "entries in pinned memory [this value]" in p1["conditions"]
+
+
+def test_a_smaller_run_does_not_meet_a_target(place: Path) -> None:
+    write(place / "results", "apply-gpu", apply_rows(nbytes_out=4_000_000))
+    p1 = summarize(Results(place / "results"))["P1"]
+    assert (p1["value"], p1["met"]) == (5.5, False)
+    assert "does not count: 1000000 entries, the target names 94600000" in p1["conditions"]
+
+
+def test_what_is_not_measured_says_what_would_measure_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(place) == 0
+    found = json.loads((place / "results/summary.json").read_text())
+    for entry in found.values():
+        assert (entry["value"], entry["met"], entry["device"], entry["commit"]) == (None, False, None, None)
+        assert "not measured" in entry["conditions"]
+    hint = "apply-gpu.jsonl is missing (python -m launch.bench.bench_apply writes it)"
+    assert hint in found["P1"]["conditions"]
+    assert f"report: {hint}\n" in capsys.readouterr().err
+    assert "No target was measured yet." in (place / "README.md").read_text()
+
+
+def test_missing_case_is_named(place: Path) -> None:
+    write(place / "results", "apply-gpu", apply_rows()[:3])
+    told = summarize(Results(place / "results"))["P1"]["conditions"]
+    assert (
+        "apply-gpu.jsonl has no rows with case 'P1 apply, entries in HBM' (python -m launch.bench.bench_apply)" in told
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"stage": "apply", "case": "x", "sam', "line 2 of 2: not JSON"),
+        ("[1]", "line 2 of 2: expected an object, found list"),
+        (
+            '{"stage": "apply", "sample": 0, "device": "a", "commit": "b"}',
+            "line 2 of 2: missing or of another type: case None",
+        ),
+        (json.dumps(row("apply", "x", seconds=float("nan"))), "line 2 of 2: not JSON (NaN is no measurement)"),
+    ],
+    ids=["truncated", "no-object", "no-case", "nan"],
+)
+def test_broken_file_is_named_and_nothing_written(
+    place: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    path = write(place / "results", "apply-gpu", apply_rows()[:1])
+    path.write_text(path.read_text() + text + "\n")
+    before = (place / "README.md").read_text()
+    assert run(place) == 2
+    assert f"{path}, {told}" in capsys.readouterr().err
+    assert (place / "README.md").read_text() == before
+    assert not (place / "results/summary.json").exists()
+
+
+def test_every_broken_file_is_named(place: Path) -> None:
+    for name in ("apply-gpu", "cpu"):
+        write(place / "results", name, [])
+    with pytest.raises(BrokenRowsError, match=r"(?s)apply-gpu\.jsonl: no rows.*cpu\.jsonl: no rows"):
+        Results(place / "results")
+
+
+def test_row_without_a_needed_column_is_an_error(place: Path) -> None:
+    rows = apply_rows()
+    del rows[4]["seconds"]
+    write(place / "results", "apply-gpu", rows)
+    with pytest.raises(BrokenRowsError, match=r"case 'P1 apply, entries in HBM' give no seconds"):
+        summarize(Results(place / "results"))
+
+
+def test_report_is_stable_and_check_sees_a_change(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(place / "results", "apply-gpu", apply_rows())
+    assert run(place) == 0
+    text = (place / "README.md").read_text()
+    assert text.startswith(f"# before\n\n{report.BEGIN}\n")
+    assert text.endswith(f"{report.END}\n\n## after\n")
+    assert "5.5 ms (5.36-5.64)" in text
+    pictures = {p.name: p.read_bytes() for p in (place / "results").glob("*.svg")}
+    assert set(pictures) == {"apply.svg", "stages.svg"}
+    assert run(place, "--check") == 0
+    assert {p.name: p.read_bytes() for p in draw_all(Results(place / "results"), place / "results")} == pictures
+    (place / "README.md").write_text(text.replace("5.5 ms", "4.5 ms"))
+    assert run(place, "--check") == 1
+    assert "README.md is not what the rows give" in capsys.readouterr().err
+    assert run(place) == 0
+    assert (place / "README.md").read_text() == text
+
+
+def test_unread_file_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(place / "results", "extra", apply_rows()[:1])
+    assert run(place) == 0
+    assert "extra.jsonl is read by no table or target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["no markers", f"{report.END}\n{report.BEGIN}\n"], ids=["none", "swapped"])
+def test_readme_without_markers_is_refused(place: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (place / "README.md").write_text(text)
+    assert run(place) == 2
+    assert "expected <!-- bench:begin -->" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["--fast"], 2), (["--only", "nothing"], 2)])
+def test_command_line(arguments: list[str], status: int) -> None:
+    done = subprocess.run(
+        ["bash", "launch/bench.sh", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert "bench" in (done.stderr if status else done.stdout)
