@@ -58,7 +58,8 @@ def settings_of(config: Any) -> Settings:
     # Hydra lets a plus sign add keys to any schema; nothing here would ever read them.
     if added := _names(OmegaConf.to_container(config, resolve=False)) - _known():
         raise ValueError("\n".join(_nearest(key) for key in sorted(added)))
-    found: Settings = OmegaConf.to_object(config)
+    found = OmegaConf.to_object(config)
+    assert isinstance(found, Settings)  # the schema of main.yaml
     return found
 
 
@@ -76,7 +77,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
 
 def _nearest(key: str) -> str:
     known = sorted(_known())
-    near = difflib.get_close_matches(key, known, 3, 0.5) or [k for k in known if k.startswith(key.split(".")[0])] or known
+    near = (
+        difflib.get_close_matches(key, known, 3, 0.5) or [k for k in known if k.startswith(key.split(".")[0])] or known
+    )
     return f"{key!r} is not a setting; did you mean {', '.join(near)}?"
 
 

@@ -36,22 +36,25 @@ rollout=$!
 "$python" -m torch.distributed.run --standalone --local-addr localhost --nproc-per-node "$ranks" launch/train.py "$@" \
   2> "$out/trainer.log" &
 trainer=$!
+set +m
 
-# Waits for a process that has ended or is the last one; says why the demo fails if that is so.
-ended() {
-  local status=0
+# Waits for one of the two, named and given by its number; if it failed, says so and ends the demo, which stops the other.
+finished() {
+  local status=0 how
   wait "$2" 2>/dev/null || status=$?
   [ "$status" != 0 ] || return 0
-  echo "demo: the $1 process stopped with status $status (above 128: killed by signal $((status - 128))); $out/$1.log ends:" >&2
-  { grep '^rank [0-9]* failed' "$out/$1.log" || tail -n 15 "$out/$1.log"; } | head -n 15 >&2
+  how="with status $status"
+  [ "$status" -le 128 ] || how="by signal $((status - 128))"
+  echo "demo: the $1 was ended $how, so the demo stops here; $out/$1.log says:" >&2
+  { grep 'failed: ' "$out/$1.log" || tail -n 15 "$out/$1.log"; } | head -n 15 >&2
   exit 1
 }
 while kill -0 "$trainer" 2>/dev/null && kill -0 "$rollout" 2>/dev/null; do sleep 0.2; done
 if kill -0 "$trainer" 2>/dev/null; then
-  ended rollout "$rollout"
-  ended trainer "$trainer"
+  finished rollout "$rollout"
+  finished trainer "$trainer"
 else
-  ended trainer "$trainer"
-  ended rollout "$rollout"
+  finished trainer "$trainer"
+  finished rollout "$rollout"
 fi
 "$python" launch/demo/report.py "$@"

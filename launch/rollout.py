@@ -21,12 +21,12 @@ import hydra
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.checks import check
+from launch.compose import CONFIGS, register, settings_of
 from launch.demo.full_gather import sha256_of
 from launch.demo.sampler import build_model, checkpoint_of, generate
 from launch.demo.samples import Made, SampleFolder, Samples
 from launch.demo.sorting import Sorting
-from launch.checks import check
-from launch.compose import CONFIGS, register, settings_of
 from launch.settings import Episode, Settings, episodes
 from megasync.adapters.torch_module_hf import TransformersEngine
 from megasync.manifest import Manifest
@@ -111,11 +111,15 @@ def roll_all(s: Settings) -> None:
 @hydra.main(config_path=str(CONFIGS), config_name="main", version_base="1.3")
 def main(config: Any) -> None:
     """Entry point."""
-    s = check(settings_of(config))
-    warnings.filterwarnings("ignore")
-    logging.basicConfig(format="%(message)s")
-    torch.set_num_threads(1)
-    roll_all(s)
+    try:
+        s = check(settings_of(config))
+        warnings.filterwarnings("ignore")
+        logging.basicConfig(format="%(message)s")
+        torch.set_num_threads(1)
+        roll_all(s)
+    except Exception as e:
+        print(f"rollout failed: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
+        raise
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ Wants a rollout process with the same overrides beside it; launch/demo.sh starts
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from datetime import timedelta
@@ -48,9 +50,16 @@ def train_all(s: Settings) -> None:
                 train(s, episode, sink, record)
 
 
+def end_with_parent() -> None:
+    """Have this rank end when its torchrun is killed: torchrun gives ranks sessions of their own. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 @hydra.main(config_path=str(CONFIGS), config_name="main", version_base="1.3")
 def main(config: Any) -> None:
     """Entry point of a rank."""
+    end_with_parent()
     rank = int(os.environ.get("RANK", "0"))
     try:
         s = check(settings_of(config), int(os.environ.get("WORLD_SIZE", "1")))

@@ -18,6 +18,10 @@ from megasync.schema import Schema, runs_of_equal
 from megasync.types import SEGMENT_WORDS
 
 MAX_FRAMES = 1 << 24
+MAX_LISTED_TILES = 1 << 26
+"""Tiles over all frames, each as often as it is listed: what a reader unpacks from the bitmaps."""
+MAX_SPANNED_TILES = 1 << 30
+"""Bits of the bitmaps over all runs."""
 ANCHOR_CODEC = 8
 """Codec id of full bytes; only there a frame may be all zero."""
 MAX_FRAME_NBYTES = 64 << 20
@@ -33,6 +37,7 @@ _FRAME_COLUMNS = {
     "num_planes": "u1",
     "num_runs": "<u4",
 }
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8).sum(axis=1, dtype=np.uint8)
 _RUN_COLUMNS = {"tensor_id": "<u4", "first_tile": "<u4", "num_tiles": "<u4"}
 
 
@@ -251,7 +256,11 @@ def read_table(columns: FrameColumns, schema: Schema, payload_nbytes: Sequence[i
     )
     num_tiles = runs["num_tiles"].astype(np.int64)
     _require(bool((num_tiles > 0).all()), "a run has no tiles")
+    _require(int(num_tiles.sum()) <= MAX_SPANNED_TILES, f"runs span more than {MAX_SPANNED_TILES} tiles")
     _require(int(((num_tiles + 7) // 8).sum()) == len(bitmap), "bitmaps do not add up")
+    _require(
+        int(_BITS[bitmap].sum(dtype=np.int64)) <= MAX_LISTED_TILES, f"more than {MAX_LISTED_TILES} tiles are listed"
+    )
     ids = runs["tensor_id"]
     _require(
         not len(ids) or int(ids.max()) < len(schema.tensors), f"tensor id past the {len(schema.tensors)} of the schema"
@@ -309,6 +318,22 @@ def _check_frames(table: FrameTable, schema: Schema, payload_nbytes: Sequence[in
         bool((offset.astype(np.int64) + table.nbytes <= sizes[payload]).all()) if len(payload) else True,
         "a frame passes the end of its payload",
     )
+    _check_places(payload, offset.astype(np.int64), table.nbytes)
+
+
+def _check_places(payload: np.ndarray, offset: np.ndarray, nbytes: np.ndarray) -> None:
+    """No two frames share a byte of a payload."""
+    stop = offset + nbytes
+    order = np.lexsort((stop, offset, payload))
+    ahead, after = order[:-1], order[1:]
+    shared = (payload[ahead] == payload[after]) & (stop[ahead] > offset[after])
+    if shared.any():
+        i = int(np.argmax(shared))
+        a, b = sorted((int(ahead[i]), int(after[i])))
+        raise FormatError(
+            f"frame table: frames {a} and {b} overlap in payload {payload[a]}: bytes {offset[a]} to {stop[a]} and "
+            f"{offset[b]} to {stop[b]}"
+        )
 
 
 def _check_sizes(table: FrameTable, schema: Schema) -> None:

@@ -8,17 +8,18 @@ Must import nothing above schema and frames.
 from __future__ import annotations
 
 import hmac
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from megasync.digest import SHA256, XXH3_128, content_digest
-from megasync.errors import FormatError, RefetchError, SchemaMismatchError
+from megasync.digest import BLAKE3, SHA256, XXH3_128, content_digest
+from megasync.documents import RUN_NAME as _RUN
+from megasync.documents import decode_map
+from megasync.errors import FormatError, MissingPackageError, RefetchError, SchemaMismatchError
 from megasync.frames import ANCHOR_CODEC, FrameColumns, FrameTable, make_table, read_table
 from megasync.schema import FORMAT, Schema
 
@@ -26,8 +27,14 @@ KIND = "megasync.manifest"
 HEAD_KIND = "megasync.head"
 Kind = Literal["delta", "anchor", "checkpoint"]
 _U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,99}\Z")
-DIGEST_NBYTES = {XXH3_128: 16, 2: 32, SHA256: 32}
+DIGEST_NBYTES = {XXH3_128: 16, BLAKE3: 32, SHA256: 32}
+SIGNATURE_NBYTES = 32
+MAX_MANIFEST_NBYTES = 1 << 30
+"""Some 10^7 frames; a model of 445 GB, each of its tiles in a frame of its own, takes about a tenth of it."""
+MAX_PAYLOADS = 1 << 16
+MAX_HEAD_NBYTES = 1 << 16
+"""As in ``sinks.base``, which refuses to store more: heads are polled."""
+MIN_PUBLISHER_NBYTES = 8
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -41,8 +48,8 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     base_digest: bytes
     schema_digest: bytes
     digest_algorithm: int
-    payload_nbytes: list[_U63]
-    frames: FrameColumns
+    payload_nbytes: Annotated[list[_U63], msgspec.Meta(max_length=MAX_PAYLOADS)]
+    frames: msgspec.Raw  # FrameColumns, read by itself so that its keys are counted too
     touched_ids: bytes
     new_states: bytes
     touched_olds: bytes
@@ -109,7 +116,11 @@ class Manifest:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The document's bytes; signed with HMAC-SHA256 where a key was given."""
+        """The document's bytes; signed with HMAC-SHA256 where a key was given.
+
+        Raises:
+            FormatError: More bytes than any reader takes.
+        """
         body = msgspec.msgpack.encode(
             _Document(
                 KIND,
@@ -123,7 +134,7 @@ class Manifest:
                 self.schema_digest,
                 self.digest_algorithm,
                 list(self.payload_nbytes),
-                self.frames.to_columns(),
+                msgspec.Raw(msgspec.msgpack.encode(self.frames.to_columns())),
                 self.touched_ids.astype("<u4").tobytes(),
                 self.new_states.tobytes(),
                 self.touched_olds.tobytes(),
@@ -136,7 +147,13 @@ class Manifest:
             )
         )
         signature = hmac.digest(self.key, body, "sha256") if self.key else b""
-        return msgspec.msgpack.encode(_Signed(body, signature))
+        data = msgspec.msgpack.encode(_Signed(body, signature))
+        if len(data) > MAX_MANIFEST_NBYTES:
+            raise FormatError(
+                f"manifest of version {self.version} has {len(data)} bytes for {len(self.frames)} frames, at most "
+                f"{MAX_MANIFEST_NBYTES}: publish fewer, longer frames (a dense codec, or an anchor)"
+            )
+        return data
 
     @cached_property
     def digest(self) -> bytes:
@@ -199,17 +216,16 @@ def decode_manifest(
         RefetchError: Other digest. FormatError: rules broken. SchemaMismatchError: another schema or run.
     """
     document, signed = _open(data, key)
-    if digest is not None and content_digest(data, document.digest_algorithm) != digest:
-        found = content_digest(data, document.digest_algorithm).hex()
-        raise RefetchError(
-            f"manifest of version {document.version}: digest {found}, expected {digest.hex()}; fetch it again"
-        )
+    if digest is not None:
+        what = f"manifest of version {document.version}"
+        require_algorithm(named_by(data, digest, what), document.digest_algorithm, what)
     if document.schema_digest != schema.digest or document.run != schema.run:
         raise SchemaMismatchError(
             f"manifest of version {document.version} is of run {document.run!r} schema {document.schema_digest.hex()}, "
             f"here run {schema.run!r} schema {schema.digest.hex()}: not this model; nothing was touched"
         )
-    frames = read_table(document.frames, schema, document.payload_nbytes, DIGEST_NBYTES[document.digest_algorithm])
+    columns = decode_map(document.frames, FrameColumns, "frame table", MAX_MANIFEST_NBYTES)
+    frames = read_table(columns, schema, document.payload_nbytes, DIGEST_NBYTES[document.digest_algorithm])
     ids = np.frombuffer(document.touched_ids, "<u4") if len(document.touched_ids) % 4 == 0 else np.empty(0, "<u4")
     if len(document.touched_ids) % 4 or not len(document.new_states) == len(document.touched_olds) == 16 * len(ids):
         raise FormatError(f"manifest of version {document.version}: columns of touched tensors differ in length")
@@ -244,26 +260,100 @@ def decode_manifest(
     return manifest
 
 
-def peek_schema_digest(data: bytes | memoryview) -> bytes:
-    """Schema digest of a manifest that is not checked yet, to fetch the schema by."""
-    return _open(data, None)[0].schema_digest
+class Peek(NamedTuple):
+    """What is needed of a manifest before it can be checked.
+
+    Attributes:
+        schema_digest: To fetch the schema by.
+        digest_algorithm: What its own digest must be of.
+        epoch: What its key must say.
+    """
+
+    schema_digest: bytes
+    digest_algorithm: int
+    epoch: int
 
 
-def peek_digest_algorithm(data: bytes | memoryview) -> int:
-    """Digest algorithm of a manifest that is not checked yet, to name it by."""
-    return _open(data, None)[0].digest_algorithm
+def peek_manifest(data: bytes | memoryview, key: bytes | None = None) -> Peek:
+    """Look into a manifest that is not checked yet.
+
+    Args:
+        data: The stored bytes.
+        key: Shared key; where given, the signature is checked first.
+
+    Raises:
+        FormatError: It is no manifest, or not signed with the key.
+    """
+    document, _ = _open(data, key)
+    return Peek(document.schema_digest, document.digest_algorithm, document.epoch)
+
+
+def algorithm_of(data: bytes | memoryview, digest: bytes) -> int:
+    """The algorithm by which stored bytes have a manifest's digest, 0 where by none.
+
+    The length tells xxh3-128 from the others; BLAKE3 is tried where SHA-256 gives another one.
+
+    Raises:
+        MissingPackageError: It may be BLAKE3, the manifest says that it is, and the package is not installed.
+    """
+    if len(digest) == DIGEST_NBYTES[XXH3_128]:
+        return XXH3_128 if content_digest(data) == digest else 0
+    if len(digest) != DIGEST_NBYTES[SHA256]:
+        return 0
+    if content_digest(data, SHA256) == digest:
+        return SHA256
+    try:
+        return BLAKE3 if content_digest(data, BLAKE3) == digest else 0
+    except MissingPackageError:
+        # Only bytes that ask for the package are worth the message; all others have another digest.
+        try:
+            asked = peek_manifest(data).digest_algorithm == BLAKE3
+        except FormatError:
+            asked = False
+        if asked:
+            raise
+        return 0
+
+
+def named_by(data: bytes | memoryview, digest: bytes, what: str) -> int:
+    """The algorithm by which a manifest's bytes have their digest.
+
+    Args:
+        data: The stored bytes; nothing of them is believed.
+        digest: What their digest must be.
+        what: The manifest, for the message.
+
+    Raises:
+        RefetchError: They have another digest.
+        MissingPackageError: See ``algorithm_of``.
+    """
+    found = algorithm_of(data, digest)
+    if not found:
+        raise RefetchError(
+            f"{what}: digest {content_digest(data).hex()} (xxh3-128), expected {digest.hex()}; fetch it again"
+        )
+    return found
+
+
+def require_algorithm(found: int, named: int, what: str) -> None:
+    """Refuse a manifest whose digest is right, but by another algorithm than its body names.
+
+    Raises:
+        FormatError: With both.
+    """
+    if found != named:
+        raise FormatError(f"{what} has its digest by algorithm {found} and names algorithm {named}: it is not read")
 
 
 def _open(data: bytes | memoryview, key: bytes | None) -> tuple[_Document, bool]:
-    try:
-        signed = msgspec.msgpack.decode(data, type=_Signed)
-        if key is not None and not hmac.compare_digest(hmac.digest(key, signed.body, "sha256"), signed.signature):
-            raise FormatError("manifest signature is missing or wrong: not from this run's publisher; it is not read")
-        document = msgspec.msgpack.decode(signed.body, type=_Document)
-        if key is not None and document.digest_algorithm == XXH3_128:
-            raise FormatError("a signed manifest names its frames by xxh3-128, which anybody can match: it is not read")
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as e:
-        raise FormatError(f"manifest refused: {e}") from e
+    signed = decode_map(data, _Signed, "manifest", MAX_MANIFEST_NBYTES)
+    if key is not None and not hmac.compare_digest(hmac.digest(key, signed.body, "sha256"), signed.signature):
+        raise FormatError("manifest signature is missing or wrong: not from this run's publisher; it is not read")
+    if len(signed.signature) not in (0, SIGNATURE_NBYTES):
+        raise FormatError(f"manifest has a signature of {len(signed.signature)} bytes, expected {SIGNATURE_NBYTES}")
+    document = decode_map(signed.body, _Document, "manifest", MAX_MANIFEST_NBYTES)
+    if key is not None and document.digest_algorithm == XXH3_128:
+        raise FormatError("a signed manifest names its frames by xxh3-128, which anybody can match: it is not read")
     if document.kind != KIND or document.format != FORMAT:
         raise FormatError(f"manifest has kind {document.kind!r} format {document.format}, expected {KIND} {FORMAT}")
     if len(document.schema_digest) != 16:
@@ -278,12 +368,20 @@ def _check(m: Manifest) -> None:
     where = f"manifest of version {m.version}"
     if m.what == "delta" and not (0 <= m.base_version < m.version and m.base_digest):
         raise FormatError(f"{where}: a delta with base version {m.base_version}")
+    if m.what == "delta" and len(m.base_digest) not in DIGEST_NBYTES.values():
+        raise FormatError(f"{where}: its base is named by {len(m.base_digest)} bytes, expected 16 or 32")
+    if m.what == "delta" and m.payload_nbytes and not len(m.frames):
+        raise FormatError(f"{where}: a delta without frames lists {len(m.payload_nbytes)} payloads: metadata was lost")
     if m.what == "delta" and m.state_table:
         raise FormatError(f"{where}: a delta has no table of state digests")
     if m.what != "delta" and (m.base_version != -1 or m.base_digest or not m.state_table):
         raise FormatError(f"{where}: an {m.what} has no base and must name a table of state digests")
     if m.what == "checkpoint" and (m.payload_nbytes or len(m.frames) or len(m.touched_ids)):
         raise FormatError(f"{where}: a checkpoint has no payloads")
+    if m.what == "checkpoint" and m.version:
+        raise FormatError(f"{where}: only version 0 may be a checkpoint; later versions start from something published")
+    if m.what == "anchor" and m.touched_olds.any():
+        raise FormatError(f"{where}: an anchor has touched-old digests; it changes nothing old, all of them must be 0")
     full = m.frames.columns["codec"] == ANCHOR_CODEC
     if full.any() if m.what == "delta" else not full.all():
         raise FormatError(f"{where}: an anchor has full bytes in every frame, a delta in none")
@@ -342,15 +440,19 @@ def decode_head(data: bytes, run: str) -> Head:
         FormatError: Unparsable, truncated or of another run: keep the current version, report it, never fall back.
     """
     try:
-        h = msgspec.msgpack.decode(data, type=_Head)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
-        raise FormatError(f"head of run {run!r} refused ({len(data)} bytes): {e}; the version held is kept") from e
+        h = decode_map(data, _Head, f"head of run {run!r} ({len(data)} bytes)", MAX_HEAD_NBYTES)
+    except FormatError as e:
+        raise FormatError(f"{e}; the version held is kept") from e
     if h.kind != HEAD_KIND or h.format != FORMAT or h.run != run:
         raise FormatError(
             f"head of run {run!r} has kind {h.kind!r} format {h.format} run {h.run!r}; the version held is kept"
         )
     if (h.version >= 0) != bool(h.digest):
         raise FormatError(f"head of run {run!r}: version {h.version} with a digest of {len(h.digest)} bytes")
+    if h.digest and len(h.digest) not in DIGEST_NBYTES.values():
+        raise FormatError(f"head of run {run!r}: a digest of {len(h.digest)} bytes, expected 16 or 32")
+    if len(h.publisher) < MIN_PUBLISHER_NBYTES:
+        raise FormatError(f"head of run {run!r}: a publisher token of {len(h.publisher)} bytes, at least 8")
     return Head(h.run, h.version, h.epoch, h.digest, h.fence, h.publisher)
 
 

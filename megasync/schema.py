@@ -1,7 +1,7 @@
 """The schema document: names, shapes, dtypes, formulas and tile grids of a run. Immutable, referenced by digest.
 
 Written once per run by the publisher; manifests speak in its integer ids. Strict encode and decode: nothing received
-is trusted. Must import nothing above types, tiles, digest and errors.
+is trusted. Must import nothing above types, tiles, digest, documents and errors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from megasync.digest import XXH3_128, content_digest
+from megasync.documents import RUN_NAME, decode_map
 from megasync.errors import FormatError, SchemaMismatchError
 from megasync.tiles import MAX_TILE_WORDS, TileGrid, tile_grid
 from megasync.types import DTYPE_NBYTES, TensorSpec
@@ -23,8 +24,14 @@ from megasync.types import DTYPE_NBYTES, TensorSpec
 FORMAT = 1
 KIND = "megasync.schema"
 MAX_WORDS = 1 << 48
+MAX_AXES = 8
 MAX_BLOCK_WORDS = MAX_TILE_WORDS
 """Words of a quantisation block: a tile is never larger than a tile may be, nor than a u32 counts."""
+MAX_SCHEMA_NBYTES = 1 << 28
+MAX_TENSORS = 1 << 21
+MAX_TILES = 1 << 26
+"""Tiles of all tensors: 4.4 * 10^12 words at 64 Ki words a tile, less than which tiles of large tensors seldom have. A
+reader keeps a few bytes of each tile, so a schema that announces 2^48 words in a hundred bytes must not get that far."""
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORDS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
@@ -32,10 +39,10 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     name: _Name
     dtype: str
-    shape: list[_Extent]
+    shape: Annotated[list[_Extent], msgspec.Meta(max_length=MAX_AXES)]
     layer: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
     cut: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    block: list[Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]]
+    block: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]], msgspec.Meta(max_length=MAX_AXES)]
     frozen: bool
     aliases: list[_Name]
     formula: str
@@ -46,7 +53,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     kind: str
     format: int
     run: _Name
-    tensors: list[_Row]
+    tensors: Annotated[list[_Row], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Schema:
         """Word size of each tensor, uint8."""
         return np.array([t.word_nbytes for t in self.tensors], dtype=np.uint8)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Canonical bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors)
@@ -124,8 +131,8 @@ class Schema:
     @cached_property
     def _all_tile_words(self) -> np.ndarray:
         """Words of all tiles of all tensors (u32); equal grids are computed once."""
-        of: dict[TileGrid, np.ndarray] = {}
-        parts = [of.setdefault(g, g.tile_words(np.arange(g.num_tiles))) if g not in of else of[g] for g in self.grids]
+        of = {g: _tile_words(g) for g in set(self.grids)}
+        parts = [of[g] for g in self.grids]
         return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
     def num_tile_words(self, tensor_id: int, tile: int) -> int:
@@ -149,6 +156,18 @@ class Schema:
         return out
 
 
+def _tile_words(grid: TileGrid) -> np.ndarray:
+    """``TileGrid.tile_words`` of every tile of a grid, in the memory of the result alone."""
+    if not grid.num_tiles:
+        return np.empty(0, dtype=np.uint32)
+    words = np.ones(1, dtype=np.uint32)
+    for axis in grid.axes:
+        band = np.full(axis.pieces, axis.size, dtype=np.uint32)
+        band[-1] = axis.band - (axis.pieces - 1) * axis.size
+        words = np.multiply.outer(words, np.tile(band, axis.bands)).ravel()
+    return words
+
+
 def runs_of_equal(values: np.ndarray) -> list[tuple[int, int]]:
     """Start and stop of each run of equal neighbours."""
     if not len(values):
@@ -168,6 +187,8 @@ def make_schema(run: str, specs: Iterable[TensorSpec]) -> Schema:
     schema = Schema(run, tensors)
     if wrong := _faults(schema):
         raise ValueError(f"schema of run {run!r}: " + "; ".join(wrong[:20]))
+    if len(schema.encoded) > MAX_SCHEMA_NBYTES:
+        raise ValueError(f"schema of run {run!r} has {len(schema.encoded)} bytes, at most {MAX_SCHEMA_NBYTES}")
     return schema
 
 
@@ -185,10 +206,7 @@ def decode_schema(data: bytes | memoryview, *, digest: bytes | None = None) -> S
         raise SchemaMismatchError(
             f"schema digest is {content_digest(data).hex()}, the manifest names {digest.hex()}; fetch it again"
         )
-    try:
-        document = msgspec.msgpack.decode(data, type=_Document)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as e:
-        raise FormatError(f"schema document refused: {e}") from e
+    document = decode_map(data, _Document, "schema document", MAX_SCHEMA_NBYTES)
     if document.kind != KIND or document.format != FORMAT:
         raise FormatError(
             f"schema document has kind {document.kind!r} format {document.format}, expected {KIND} {FORMAT}"
@@ -219,6 +237,10 @@ def decode_schema(data: bytes | memoryview, *, digest: bytes | None = None) -> S
 def _faults(schema: Schema) -> list[str]:
     wrong: list[str] = []
     seen: set[str] = set()
+    if not RUN_NAME.match(schema.run):
+        wrong.append(f"run name {schema.run!r} cannot be part of a key")
+    if len(schema.tensors) > MAX_TENSORS:
+        wrong.append(f"{len(schema.tensors)} tensors, at most {MAX_TENSORS}")
     for t in schema.tensors:
         for name in (t.name, *t.aliases):
             if name in seen:
@@ -232,10 +254,12 @@ def _faults(schema: Schema) -> list[str]:
             wrong.append(f"{t.name} has block {t.block} for shape {t.shape}")
         if prod(t.block) > MAX_BLOCK_WORDS:
             wrong.append(f"{t.name} has block {t.block}: at most {MAX_BLOCK_WORDS} words")
-        if t.num_words > MAX_WORDS or len(t.shape) > 8:
-            wrong.append(f"{t.name} has shape {t.shape}: at most 2^48 words and 8 axes")
+        if t.num_words > MAX_WORDS or len(t.shape) > MAX_AXES:
+            wrong.append(f"{t.name} has shape {t.shape}: at most 2^48 words and {MAX_AXES} axes")
         if t.cut not in ("row", "last"):
             wrong.append(f"{t.name} has cut axis {t.cut!r}")
+    if not wrong and (num_tiles := sum(g.num_tiles for g in schema.grids)) > MAX_TILES:
+        wrong.append(f"{num_tiles} tiles in all, at most {MAX_TILES}")
     return wrong
 
 

@@ -1,22 +1,26 @@
 """Scatter apply on a model-like engine rank: kernel, digests, pinned memory, beside the scatter floor (P1, P1b, P6).
 
-``python -m launch.bench.bench_apply`` on a GPU; ``--ratio`` scales the model. Checked: the audit after an apply
+``python -m launch.bench.bench_apply`` on a GPU; ``ratio=0.1`` scales the model. Checked: the audit after an apply
 equals the audit before it plus the apply's own sums, and a second apply restores the audit.
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import hydra
 import numpy as np
 import torch
+from hydra.core.config_store import ConfigStore
 
 from launch.bench.gpu_rank import CHANGED, DEVICE, LiveRank, Report, build_rank, random_planes, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
 from megasync.kernels.planes import Planes, segments_of
-from megasync.kernels.records import pack_records
+from megasync.kernels.records import PackedRecords, pack_records
 from megasync.kernels.scatter import launch_scatter, new_lanes, scatter_xor_, touched_sums_
 from megasync.kernels.scatter_plan import ScatterPlan, Tiles, plan_scatter
 from megasync.kernels.scatter_stream import EntryRing, scatter_xor_streamed_
@@ -26,6 +30,22 @@ from megasync.layout.modes import Digit, Remap
 from megasync.tiles import make_grid
 
 BLOCKS = ((64, 1), (128, 1), (128, 2), (256, 2))
+RATES = (0.001, 0.01, 0.02, 0.05)
+
+
+@dataclass
+class ApplyBench:
+    """Configuration.
+
+    Attributes:
+        ratio: Share of the full model; 1 needs 113 GB of device memory.
+        bf16_gb: GB of the BF16 list.
+        out: Folder of the result file.
+    """
+
+    ratio: float = 1.0
+    bf16_gb: float = 32.0
+    out: str = str(RESULTS)
 
 
 def floor_addresses(plan: ScatterPlan, planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,14 +165,14 @@ def run_rank(live: LiveRank, report: Report) -> None:
     apply()
     p1b = report.add("P1b apply, sums, compare, read-back", sample(voted, reset=None), **common)
     pinned = [_pinned(s.planes) for s in sizes]
-    for chunk in (1 << 20, 2 << 20, 4 << 20, 8 << 20):
+    for chunk, name in ((None, "as chosen"), (2 << 20, "chunks of 2 Mi"), (16 << 20, "chunks of 16 Mi")):
         rings = [EntryRing(s.planes.word_nbytes, torch.device(DEVICE, 0), chunk_entries=chunk) for s in sizes]
 
         def streamed(rings: list[EntryRing] = rings) -> None:
             for s, p, r in zip(sizes, pinned, rings, strict=True):
                 scatter_xor_streamed_(s.plan, p, r)
 
-        report.add(f"P1 apply, entries pinned, chunks of {chunk >> 20} Mi", sample(streamed), **common)
+        report.add(f"P1 apply, entries pinned, {name}", sample(streamed), **common)
         if not restored():
             apply()
         assert restored(), "the streamed applies did not cancel"
@@ -178,46 +198,101 @@ def run_bf16(report: Report, nbytes: int) -> None:
     grid = make_grid(whole, 2)
     starts, extents = grid.boxes(np.arange(grid.num_tiles))
     tiles = Tiles(np.zeros(len(starts), dtype=np.int64), starts, extents)
-    for rate in (0.001, 0.01, 0.02, 0.05):
-        planes = random_planes(segments_of(tiles.words)[2], 2, rate, one_byte=False)
-        plan = plan_scatter(tiles, planes.counts.cpu().numpy(), records)
-        first = live.clone()
-        scatter_xor_(plan, planes)
-        assert not torch.equal(first, live)
-        scatter_xor_(plan, planes)
-        assert torch.equal(first, live)
-        del first
-        floor = scatter_floor([floor_addresses(plan, planes)], report, f"P6 floor, bf16 {rate:.1%} of elements")
-        common = {"nbytes_in": planes.entries.numel(), "nbytes_out": 4 * plan.num_entries, "density": rate}
-        for block, warps in ((128, 1), (256, 1), (256, 2), (512, 2), (512, 4)):
-
-            def variant(plan: ScatterPlan = plan, planes: Planes = planes, b: int = block, n: int = warps) -> None:
-                launch_scatter(plan.launches[0], plan, planes, None, None, write=True, sums=0, block=b, num_warps=n)
-
-            case = f"P6 bf16 {rate:.1%}, block {block}, {warps} warps"
-            took = report.add(case, sample(variant, num=7), **common)
-            report.lines[-1] += f"  {took * 1e12 / nbytes:.3f} ms/GB, {took / floor:.2f} x floor"
-        took = report.add(
-            f"P6 bf16 {rate:.1%}, as chosen", sample(lambda p=plan, x=planes: scatter_xor_(p, x)), **common
-        )
-        report.lines[-1] += f"  {took * 1e12 / nbytes:.3f} ms/GB"
-
-
-def main() -> None:
-    """Runs all and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ratio", type=float, default=1.0, help="share of the full model")
-    parser.add_argument("--bf16-gb", type=float, default=8.0)
-    parser.add_argument("--out", default=str(RESULTS / "apply-gpu.jsonl"))
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    with RowWriter(Path(args.out), "apply") as writer:
-        report = Report(writer)
-        run_bf16(report, int(args.bf16_gb * 1e9) // 16384 * 16384)
+    for rate in RATES:
+        _bf16_rate(report, records, tiles, rate, nbytes)
         torch.cuda.empty_cache()
-        run_rank(build_rank(Shape().scaled(args.ratio)), report)
+    _bf16_peers(report, live, nbytes)
+
+
+def _bf16_rate(report: Report, records: PackedRecords, tiles: Tiles, rate: float, nbytes: int) -> None:
+    """One density: checked, then the floor and the kernel in several launch shapes."""
+    audit = plan_audit(records)
+    planes = random_planes(segments_of(tiles.words)[2], 2, rate, one_byte=False)
+    plan = plan_scatter(tiles, planes.counts.cpu().numpy(), records)
+    sums = [new_lanes(plan) for _ in range(4)]
+    audit_(audit, sums[0])
+    scatter_xor_(plan, planes, sums[1])
+    audit_(audit, sums[2])
+    scatter_xor_(plan, planes)
+    audit_(audit, sums[3])
+    assert torch.equal(sums[2][:, :2], sums[0][:, :2] + sums[1][:, 2:]), "the audit does not see the apply"
+    assert torch.equal(sums[3], sums[0]), "a second apply does not restore"
+    floor = scatter_floor([floor_addresses(plan, planes)], report, f"P6 floor, bf16 {rate:.1%} of elements")
+    torch.cuda.empty_cache()
+    common = {
+        "nbytes_in": planes.entries.numel(),
+        "nbytes_out": 4 * plan.num_entries,
+        "density": rate,
+        "weights_nbytes": nbytes,
+    }
+
+    def variant(block: int | None, warps: int | None, atomic: bool | None) -> Callable[[], None]:
+        return lambda: launch_scatter(
+            plan.launches[0],
+            plan,
+            planes,
+            None,
+            None,
+            write=True,
+            sums=0,
+            block=block,
+            num_warps=warps,
+            atomic=atomic,
+        )
+
+    shapes = ((None, None, None), (64, 1, True), (256, 2, True), (512, 4, True), (1024, 8, True), (1024, 8, False))
+    for block, warps, atomic in shapes:
+        how = f"block {block}, {warps} warps, {'atomic' if atomic else 'read and write'}" if block else "as chosen"
+        took = report.add(f"P6 bf16 {rate:.1%}, {how}", sample(variant(block, warps, atomic), num=7), **common)
+        report.lines[-1] += f"  {took * 1e12 / nbytes:.3f} ms/GB, {took / floor:.2f} x floor"
+
+
+def _bf16_peers(report: Report, live: torch.Tensor, nbytes: int) -> None:
+    """What one would do without the kernel, at 2 %: positions and new values by index_put, or a ready mask."""
+    words = live.view(torch.int16)
+    part = words[: len(words) // 4]  # positions take 8 bytes each
+    at = torch.randint(0, len(part), (int(len(part) * 0.02),), device=DEVICE).unique()
+    value = torch.randint(-32768, 32767, (len(at),), dtype=torch.int16, device=DEVICE)
+    size = {"density": 0.02, "weights_nbytes": len(part) * 2}
+    seconds = sample(lambda at=at, value=value: part.index_put_((at,), value), num=5)
+    took = report.add(
+        "P6 peer: positions + values, index_put", seconds, nbytes_in=10 * len(at), nbytes_out=2 * len(at), **size
+    )
+    report.lines[-1] += f"  {took * 1e12 / (len(part) * 2):.3f} ms/GB"
+    del at, value
+    mask = torch.randint_like(part.view(torch.int64), 1 << 62)
+    whole = part.view(torch.int64)
+    seconds = sample(lambda: torch.bitwise_xor(whole, mask, out=whole), num=5)
+    took = report.add("P6 peer: XOR of a ready mask", seconds, nbytes_in=nbytes // 2, nbytes_out=nbytes // 4, **size)
+    report.lines[-1] += f"  {took * 1e12 / (len(part) * 2):.3f} ms/GB"
+
+
+def run(config: ApplyBench) -> None:
+    """Runs all and prints a table."""
+    torch.manual_seed(0)
+    with RowWriter(Path(config.out) / "apply-gpu.jsonl", "apply") as writer:
+        report = Report(writer)
+        run_bf16(report, int(config.bf16_gb * 1e9) // 16384 * 16384)
+        torch.cuda.empty_cache()
+        run_rank(build_rank(Shape().scaled(config.ratio)), report)
     print("\n".join(report.lines))
 
 
+ConfigStore.instance().store(name="bench_apply", node=ApplyBench)
+
+
+@hydra.main(version_base="1.3", config_name="bench_apply", config_path=None)
+def main(config: ApplyBench) -> None:
+    """Entry point."""
+    run(config)
+
+
 if __name__ == "__main__":
+    # Nothing of Hydra's own: no output folder, no log files.
+    sys.argv[1:1] = [
+        "hydra.run.dir=.",
+        "hydra.output_subdir=null",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
     main()

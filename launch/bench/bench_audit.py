@@ -6,12 +6,14 @@ P7's XOR).
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import hydra
 import numpy as np
 import torch
+from hydra.core.config_store import ConfigStore
 
 from launch.bench.gpu_rank import CHANGED, DEVICE, LiveRank, Report, build_rank, sample
 from launch.bench.rows import RESULTS, RowWriter
@@ -21,7 +23,20 @@ from megasync.kernels.scatter_plan import Tiles
 from megasync.kernels.walk import audit_, dense_xor_, launch_walk
 from megasync.kernels.walk_plan import plan_audit, plan_dense
 
-SHAPES = ((128, 1), (256, 1), (256, 2), (512, 4))
+SHAPES = ((128, 1), (256, 2))
+
+
+@dataclass
+class AuditBench:
+    """Configuration.
+
+    Attributes:
+        ratio: Share of the full model; 1 needs 113 GB of device memory.
+        out: Folder of the result file.
+    """
+
+    ratio: float = 1.0
+    out: str = str(RESULTS)
 
 
 def run_floors(report: Report) -> float:
@@ -55,18 +70,19 @@ def run_rank(live: LiveRank, report: Report, read_rate: float) -> None:
             total += nbytes
             one = replace(plan, fast=(c,), slow=())
             kind = f"{w}-byte words, pieces of {c.piece_nbytes}, {c.num_digits} digits, {c.num_checks} checks"
-            for block, warps in SHAPES:
+            for block, warps in ((None, None), *SHAPES):
+                how = f"block {block} x {warps}" if block else "as chosen"
                 seconds = sample(
                     lambda p=one, x=lanes, b=block, n=warps: launch_walk(p, None, x, sums=2, block=b, num_warps=n),
                     num=7,
                 )
-                took = report.add(f"P8 {kind}, block {block} x {warps}", seconds, nbytes_in=nbytes, nbytes_out=0)
+                took = report.add(f"P8 {kind}, {how}", seconds, nbytes_in=nbytes, nbytes_out=0)
                 report.lines[-1] += f"  {nbytes / took / read_rate:.0%} of reading"
         for s in plan.slow:
             one = replace(plan, fast=(), slow=(s,))
             nbytes = int(s.boxes[:, 2].sum()) * w
             report.add(
-                f"P8 {w}-byte words, word by word",
+                f"P8 {w}-byte words, word by word, as chosen",
                 sample(lambda p=one, x=lanes: launch_walk(p, None, x, sums=2), num=7),
                 nbytes_in=nbytes,
                 nbytes_out=0,
@@ -105,7 +121,8 @@ def run_rank(live: LiveRank, report: Report, read_rate: float) -> None:
         del before
         live_bytes = int(num * min(1.0, density * 32)) * 2
         for sums in (0, 4):
-            for block, warps in SHAPES[1:]:
+            for block, warps in ((None, None), (64, 1), (256, 2)):
+                how = f"block {block} x {warps}" if block else "as chosen"
                 seconds = sample(
                     lambda s=sums, x=changed, b=block, n=warps: launch_walk(
                         plan, mask, x if s else None, sums=s, block=b, num_warps=n
@@ -113,7 +130,7 @@ def run_rank(live: LiveRank, report: Report, read_rate: float) -> None:
                     num=7,
                 )
                 took = report.add(
-                    f"dense XOR of a layer, {density:.3%}, sums {sums}, block {block} x {warps}",
+                    f"dense XOR of a layer, {density:.3%}, sums {sums}, {how}",
                     seconds,
                     nbytes_in=num,
                     nbytes_out=live_bytes,
@@ -122,19 +139,32 @@ def run_rank(live: LiveRank, report: Report, read_rate: float) -> None:
                 report.lines[-1] += f"  {took * 1e12 / num:.3f} ms/GB"
 
 
-def main() -> None:
+def run(config: AuditBench) -> None:
     """Runs all and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ratio", type=float, default=1.0, help="share of the full model")
-    parser.add_argument("--out", default=str(RESULTS / "audit-gpu.jsonl"))
-    args = parser.parse_args()
-    with RowWriter(Path(args.out), "audit") as writer:
+    torch.manual_seed(0)
+    with RowWriter(Path(config.out) / "audit-gpu.jsonl", "audit") as writer:
         report = Report(writer)
         rate = run_floors(report)
         torch.cuda.empty_cache()
-        run_rank(build_rank(Shape().scaled(args.ratio)), report, rate)
+        run_rank(build_rank(Shape().scaled(config.ratio)), report, rate)
     print("\n".join(report.lines))
 
 
+ConfigStore.instance().store(name="bench_audit", node=AuditBench)
+
+
+@hydra.main(version_base="1.3", config_name="bench_audit", config_path=None)
+def main(config: AuditBench) -> None:
+    """Entry point."""
+    run(config)
+
+
 if __name__ == "__main__":
+    # Nothing of Hydra's own: no output folder, no log files.
+    sys.argv[1:1] = [
+        "hydra.run.dir=.",
+        "hydra.output_subdir=null",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
     main()

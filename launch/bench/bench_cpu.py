@@ -179,7 +179,9 @@ def add(
         num_tensors=len(schema.tensors),
         **more,
     )
-    print(f"{case} {density:.3%} #{sample}: {_speed(row, 'cpu_s'):.2f} GB/s of CPU time, {_speed(row, 'seconds'):.2f} wall")
+    print(
+        f"{case} {density:.3%} #{sample}: {_speed(row, 'cpu_s'):.2f} GB/s of CPU time, {_speed(row, 'seconds'):.2f} wall"
+    )
 
 
 def _speed(row: Row, column: str) -> float:

@@ -6,16 +6,19 @@ of the second word size scatter back to the old bytes.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import hydra
 import numpy as np
 import torch
+from hydra.core.config_store import ConfigStore
 
 from launch.bench.gpu_rank import CHANGED, DEVICE, Report, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape, owner_share
-from megasync.kernels.compact import compact_
+from megasync.kernels.compact import compact_jobs_
 from megasync.kernels.compact_plan import CompactPlan, plan_compact
 from megasync.kernels.compact_runs import Region
 from megasync.kernels.scatter_plan import Tiles
@@ -25,6 +28,21 @@ from megasync.types import TensorSpec
 OWNERS = 64
 
 ARENA_NBYTES = 7_400_000_000 // 8 * 8
+
+
+@dataclass
+class MaskBench:
+    """Configuration.
+
+    Attributes:
+        ratio: Share of the full model; 1 is the article's 6.95 GB a rank.
+        pinned: Measure a snapshot in pinned host memory too.
+        out: Folder of the result file.
+    """
+
+    ratio: float = 1.0
+    pinned: bool = True
+    out: str = str(RESULTS)
 
 
 def build_plans(shape: Shape, arena: torch.Tensor) -> tuple[list[CompactPlan], list[Region], int]:
@@ -77,7 +95,7 @@ def fill(snapshot: torch.Tensor, regions: list[Region]) -> None:
         target.view(r.live.dtype).view(r.live.shape).copy_(r.live)
 
 
-def run(shape: Shape, report: Report, *, pinned: bool) -> None:
+def run_share(shape: Shape, report: Report, *, pinned: bool) -> None:
     """P2 in HBM, then from pinned memory."""
     arena = torch.empty(ARENA_NBYTES, dtype=torch.uint8, device=DEVICE)
     arena.view(torch.int64).random_()
@@ -97,7 +115,7 @@ def run(shape: Shape, report: Report, *, pinned: bool) -> None:
         arena[place] ^= value
 
     def compact(source: torch.Tensor, span: int | None = None) -> list:
-        return [part for p, x in zip(plans, lanes, strict=True) for part in compact_(p, source, x, span_nbytes=span)]
+        return list(compact_jobs_(list(zip(plans, lanes, strict=True)), source, span_nbytes=span))
 
     change()
     parts = compact(snapshot)
@@ -119,9 +137,10 @@ def run(shape: Shape, report: Report, *, pinned: bool) -> None:
     )
     del check
     common = {"nbytes_in": 2 * live, "nbytes_out": sector + wire, "density": CHANGED}
-    for span in (1 << 28, 1 << 29, 1 << 30, 2 << 30):
+    for span in (None, 1 << 29, 2 << 30):
+        how = f"span {span >> 20} MiB" if span else "as chosen"
         report.add(
-            f"P2 mask + compact + sums + snapshot, HBM, span {span >> 20} MiB",
+            f"P2 mask + compact + sums + snapshot, HBM, {how}",
             sample(lambda s=span: compact(snapshot, s), reset=change),
             **common,
         )
@@ -131,9 +150,10 @@ def run(shape: Shape, report: Report, *, pinned: bool) -> None:
         host.copy_(snapshot)
         floor = sample(lambda: snapshot.copy_(host, non_blocking=True), num=3)
         report.add("P2 floor: PCIe up", floor, nbytes_in=live, nbytes_out=0)
-        for span in (1 << 26, 1 << 27):
+        for span in (None, 1 << 27):
+            how = f"span {span >> 20} MiB" if span else "as chosen"
             report.add(
-                f"P2 mask + compact + sums + snapshot, pinned, span {span >> 20} MiB",
+                f"P2 mask + compact + sums + snapshot, pinned, {how}",
                 sample(lambda s=span: compact(host, s), reset=change, num=3),
                 **common,
             )
@@ -141,19 +161,30 @@ def run(shape: Shape, report: Report, *, pinned: bool) -> None:
         assert torch.equal(host.to(DEVICE), snapshot), "the pinned snapshot is not the live bytes"
 
 
-def main() -> None:
+def run(config: MaskBench) -> None:
     """Runs all and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ratio", type=float, default=1.0, help="share of the full model")
-    parser.add_argument("--no-pinned", action="store_true")
-    parser.add_argument("--out", default=str(RESULTS / "mask-gpu.jsonl"))
-    args = parser.parse_args()
     torch.manual_seed(0)
-    with RowWriter(Path(args.out), "mask") as writer:
+    with RowWriter(Path(config.out) / "mask-gpu.jsonl", "mask") as writer:
         report = Report(writer)
-        run(Shape().scaled(args.ratio), report, pinned=not args.no_pinned)
+        run_share(Shape().scaled(config.ratio), report, pinned=config.pinned)
     print("\n".join(report.lines))
 
 
+ConfigStore.instance().store(name="bench_mask", node=MaskBench)
+
+
+@hydra.main(version_base="1.3", config_name="bench_mask", config_path=None)
+def main(config: MaskBench) -> None:
+    """Entry point."""
+    run(config)
+
+
 if __name__ == "__main__":
+    # Nothing of Hydra's own: no output folder, no log files.
+    sys.argv[1:1] = [
+        "hydra.run.dir=.",
+        "hydra.output_subdir=null",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
     main()

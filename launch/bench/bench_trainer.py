@@ -1,4 +1,4 @@
-"""The trainer's side of a sync on one GPU: stream held and busy (P2), and step end to payload durable (P3).
+r"""The trainer's side of a sync on one GPU: stream held and busy (P2), and step end to payload durable (P3).
 
 The real code path, ``MegasyncCallback.step_end`` over a model-like list of 6.96 GB with random weights at the article's
 density: mask, compaction, digests and snapshot update on the side stream, landing, outer codec, local sink with fsync,
@@ -6,7 +6,8 @@ manifest and head. Floors (device copy, PCIe) are measured in the same run. ``st
 forward and backward, with and without a sync behind them, taken in turn. Writes one JSON line a sample.
 
     python -m launch.bench.bench_trainer repeats=11 sink=/dev/shm/megasync-bench
-    CUDA_DEVICE_MAX_CONNECTIONS=1 python -m launch.bench.bench_trainer places=[HOST] repeats=3
+    CUDA_DEVICE_MAX_CONNECTIONS=1 python -m launch.bench.bench_trainer places=[HOST] repeats=3 \
+        out=launch/bench/results/trainer-gpu-connections1.jsonl
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class TrainerBench:
         repeats: Samples a case, after two that are not counted.
         places: Where the snapshot is.
         num_experts: Experts of the model-like list: 104 for 6.96 GB.
-        step_products: 8192-wide products of a step, about 1.4 ms each.
+        step_products: 8192-wide products of a step, about 1.5 ms each: 0.7 s, less than a step of such weights takes.
         sink: Folder to publish to; emptied before and after.
         out: Result file.
     """
@@ -68,7 +69,7 @@ class TrainerBench:
     repeats: int = 9
     places: list[SnapshotPlace] = field(default_factory=lambda: list(SnapshotPlace))
     num_experts: int = 104
-    step_products: int = 150
+    step_products: int = 450
     sink: str = "/tmp/megasync-bench-trainer"
     out: str = str(RESULTS / "trainer-gpu.jsonl")
 

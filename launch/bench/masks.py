@@ -166,3 +166,40 @@ def value_bits(values: np.ndarray) -> float:
     """``k H(value)``: bits of the values at their measured order-0 entropy."""
     _, counts = np.unique(values, return_counts=True)
     return -float(sum(int(c) * log2(int(c) / len(values)) for c in counts))
+
+
+def _fp8_steps(rng: np.random.Generator, num: int) -> np.ndarray:
+    """An e4m3 code moves to the next one of the same sign."""
+    old = rng.integers(0, 126, num, dtype=np.uint8)
+    return old ^ (old + np.uint8(1))
+
+
+STEPS: dict[str, Values] = {"U8": _fp4_steps, "BF16": _bf16_steps, "F8_E4M3": _fp8_steps}
+"""XOR values of a small optimizer step by dtype; ``U8`` holds packed e2m1 codes."""
+
+
+class Histogram:
+    """Counts XOR values of one dtype, for the bound of words that are drawn piece by piece."""
+
+    def __init__(self, word_nbytes: int) -> None:
+        self.counts = np.zeros(1 << min(8 * word_nbytes, 16), dtype=np.int64)
+        self.num_words = 0
+
+    def add(self, num_words: int, values: np.ndarray) -> None:
+        """Take in words that may change and the values of those that did (at most 2 bytes each)."""
+        self.num_words += num_words
+        self.counts += np.bincount(values, minlength=len(self.counts))
+
+    @property
+    def num_changed(self) -> int:
+        """Words that changed."""
+        return int(self.counts.sum())
+
+    @property
+    def bound_nbytes(self) -> float:
+        """See ``bound_nbytes``."""
+        num = self.num_changed
+        if not num:
+            return 0.0
+        share = self.counts[self.counts > 0] / num
+        return (position_bits(self.num_words, num) - num * float((share * np.log2(share)).sum())) / 8

@@ -12,7 +12,7 @@ from typing import Any
 
 from launch.bench.report_measures import Measured
 from launch.bench.report_rows import Results
-from launch.bench.report_series import bf16_by_rate, dense_xor, stages
+from launch.bench.report_series import bf16_by_rate, dense_xor, payload_sweep, stages
 
 _INK, _QUIET, _WARM = "#1f5fa8", "#8a8a8a", "#c2571a"
 _STYLE: Any = {"font.size": 9, "svg.hashsalt": "megasync", "axes.spines.top": False, "axes.spines.right": False}
@@ -35,7 +35,28 @@ class Figure:
     draw: Callable[[Any, list[Any], Results], None]
 
 
-def _draw_apply(axis: Any, data: list[tuple[float, Measured]], results: Results) -> None:
+def _draw_payload(page: Any, data: list[dict[str, list[tuple[float, float]]]], results: Results) -> None:
+    left, right = page.subplots(1, 2, sharey=True)
+    for axis, series, name in ((left, data[0], "bytes, random values"), (right, data[1], "BF16, steps of an ulp")):
+        for i, (codec, points) in enumerate(series.items()):
+            strong = codec == "sparse"
+            style: Any = {"color": _INK, "lw": 2.5, "zorder": 3} if strong else {"color": f"C{i % 9 + 1}", "lw": 1}
+            axis.plot([100 * x for x, _ in points], [y for _, y in points], ".-", label=codec, **style)
+        axis.axhline(1, color="black", ls="--", lw=1)
+        axis.set(xscale="log", yscale="log", xlabel="changed words, %", title=name)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+    left.set(ylabel="fetched bytes / order-0 bound")
+    right.legend(frameon=False)
+
+
+def _sweeps(results: Results) -> list[Any]:
+    found = [payload_sweep(results, kind) for kind in ("uniform", "bf16")]
+    return found if all(found) else []
+
+
+def _draw_apply(page: Any, data: list[tuple[float, Measured]], results: Results) -> None:
+    axis = page.subplots()
     x = [100 * rate for rate, _ in data]
     middle = [f.value.p50 for _, f in data]
     spread = [[f.value.p50 - f.value.p20 for _, f in data], [f.value.p80 - f.value.p50 for _, f in data]]
@@ -50,7 +71,8 @@ def _draw_apply(axis: Any, data: list[tuple[float, Measured]], results: Results)
     axis.legend(frameon=False)
 
 
-def _draw_stages(axis: Any, data: list[tuple[str, Measured]], results: Results) -> None:
+def _draw_stages(page: Any, data: list[tuple[str, Measured]], results: Results) -> None:
+    axis = page.subplots()
     for y, (name, f) in enumerate(reversed(data)):
         color = _WARM if ", pause" in name else _INK
         axis.hlines(y, f.value.p20, f.value.p80, color=color, lw=2)
@@ -68,6 +90,7 @@ def _draw_stages(axis: Any, data: list[tuple[str, Measured]], results: Results) 
 
 
 FIGURES = {
+    "payload": Figure("Payload against the order-0 bound, over density and codecs", (8.0, 3.8), _sweeps, _draw_payload),
     "apply": Figure("Apply time against its floor, over density", (6.4, 3.6), bf16_by_rate, _draw_apply),
     "stages": Figure("One sync of the article's workload by stage", (7.6, 3.8), stages, _draw_stages),
 }
@@ -95,8 +118,8 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
         if not data:
             continue
         with mpl.rc_context(_STYLE):
-            page, axis = plt.subplots(figsize=figure.size, layout="constrained")
-            figure.draw(axis, data, results)
+            page = plt.figure(figsize=figure.size, layout="constrained")
+            figure.draw(page, data, results)
             made.append(folder / f"{name}.svg")
             page.savefig(made[-1], metadata={"Date": None})
             plt.close(page)

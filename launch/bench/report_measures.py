@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from launch.bench.report_rows import NotMeasuredError, Results, Stat
 from launch.bench.rows import Row
 
+SHARE_NBYTES = 445_000_000_000 // 64
+"""Weights of one of 64 trainer ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -43,6 +46,11 @@ def not_measured(reason: str) -> Measure:
         raise NotMeasuredError(reason)
 
     return measure
+
+
+def smaller(found: int, named: int) -> str:
+    """Why weights of ``found`` bytes do not count for a target that names ``named``; empty where they do."""
+    return "" if found > 0.95 * named else f"{found / 1e9:.3g} GB, the target names {named / 1e9:.3g}"
 
 
 def value_of(measure: Measure, results: Results) -> Measured | None:

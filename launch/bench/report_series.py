@@ -47,3 +47,21 @@ def cpu_by_density(results: Results) -> list[list[Row]]:
     for r in results.files.get("cpu", []):
         groups.setdefault((r["case"], r["density"]), []).append(r)
     return list(groups.values())
+
+
+def payload_by_case(results: Results) -> dict[str, dict[str, Row]]:
+    """Payload rows by case, then codec, in the order they were taken."""
+    found: dict[str, dict[str, Row]] = {}
+    for r in results.files.get("payload-cpu", []):
+        found.setdefault(r["case"], {})[r["codec"]] = r
+    return found
+
+
+def payload_sweep(results: Results, kind: str) -> dict[str, list[tuple[float, float]]]:
+    """By codec, density and fetched bytes over the bound, along the sweep of a kind of mask."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for case, by_codec in payload_by_case(results).items():
+        if case.startswith(f"{kind} "):
+            for codec, r in by_codec.items():
+                found.setdefault(codec, []).append((r["density"], r["over_bound_ratio"]))
+    return {codec: sorted(points) for codec, points in found.items()}

@@ -11,7 +11,7 @@ from launch.bench.report_apply import audit_class, audit_classes
 from launch.bench.report_figures import FIGURES
 from launch.bench.report_measures import Measured
 from launch.bench.report_rows import Results, stat
-from launch.bench.report_series import bf16_by_rate, cpu_by_density, stages
+from launch.bench.report_series import bf16_by_rate, cpu_by_density, payload_by_case, stages
 from launch.bench.report_targets import TARGETS, Found, Target
 from launch.bench.rows import Row, table
 
@@ -43,9 +43,9 @@ def number(value: float) -> str:
 
 
 def spread(found: Measured, unit: str = "") -> str:
-    """Median, unit, percentiles."""
+    """Median, unit, and percentiles where there is more than one sample."""
     v = found.value
-    return f"{number(v.p50)}{unit and ' ' + unit} ({number(v.p20)}-{number(v.p80)})"
+    return f"{number(v.p50)}{unit and ' ' + unit}" + (f" ({number(v.p20)}-{number(v.p80)})" if v.num > 1 else "")
 
 
 def _targets(found: Iterable[tuple[Target, Found]]) -> str:
@@ -77,6 +77,14 @@ def _missing(found: Iterable[tuple[Target, Found]]) -> str:
 
 
 def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[str]]]]:
+    payloads = payload_by_case(results)
+    codecs = list(dict.fromkeys(c for by_codec in payloads.values() for c in by_codec))
+    yield (
+        "All bytes that a receiver fetches (payload, manifest, tables, digests) over the order-0 bound"
+        " `log2 C(n, k) + k H(value)`, by codec; the bound knows nothing of neighbours, so clustered masks go below it:",
+        ["mask, changed words", "GB", "bound, % of weights", *codecs],
+        [_payload(case, by_codec, codecs) for case, by_codec in payloads.items()],
+    )
     yield (
         "Scatter apply of BF16 weights, kernel alone, entries in HBM, by the share of elements that changed (the floor"
         " XORs the same words at ready-made addresses):",
@@ -104,6 +112,12 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[st
 def _beside(name: str, found: Measured) -> list[str]:
     floor = found.floor
     return [name, spread(found), number(floor) if floor else "", f"{found.value.p50 / floor:.3f}" if floor else ""]
+
+
+def _payload(case: str, by_codec: dict[str, Row], codecs: Sequence[str]) -> list[str]:
+    r = next(iter(by_codec.values()))
+    cells = [f"{by_codec[c]['over_bound_ratio']:.3f}" if c in by_codec else "" for c in codecs]
+    return [case, f"{r['nbytes_in'] / 1e9:.3g}", f"{100 * r['bound_nbytes'] / r['nbytes_in']:.4f}", *cells]
 
 
 def _audit(results: Results, case: str) -> list[str]:

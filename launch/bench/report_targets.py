@@ -12,7 +12,8 @@ from typing import Any
 
 from launch.bench import report_apply, report_cpu, report_trainer
 from launch.bench.report_apply import audit_share, num_digits
-from launch.bench.report_measures import Measure, Measured, not_measured
+from launch.bench.report_cpu import LARGE_NBYTES, payload_over_bound, payload_over_peer
+from launch.bench.report_measures import SHARE_NBYTES, Measure, Measured, not_measured
 from launch.bench.report_rows import NotMeasuredError, Results
 
 
@@ -151,7 +152,15 @@ TARGETS = (
         ),
     ),
     Target("P3", "step end to payload durable", (Part("snapshot in HBM", "ms", 100.0, report_trainer.durable),)),
-    Target("P4", "payload against the order-0 bound", (Part("all masks", "x bound", 1.05, not_measured(_NO_ROWS)),)),
+    Target(
+        "P4",
+        "payload, all fetched bytes, against the order-0 bound",
+        (
+            *(Part(f"mask {k}", "x bound", 1.05, payload_over_bound(f"{k} ", LARGE_NBYTES)) for k in "ABCD"),
+            Part("model-like list at 0.085 %", "x bound", 1.15, payload_over_bound("list-", SHARE_NBYTES)),
+            Part("over CPU Zstd-1 in 1 MiB frames", "x", 1.0, payload_over_peer),
+        ),
+    ),
     Target("P5", "receiver preparation on 16 cores", (Part("arenas warm", "s", 0.3, not_measured(_NO_ROWS)),)),
     Target(
         "P6", "bf16, 2 % of elements", (Part("kernel, digests off", "ms/GB", 0.33, report_apply.bf16_ms_per_gb(0.02)),)
@@ -209,7 +218,7 @@ def _entry(target: Target, found: list[Found]) -> dict[str, Any]:
         "met": all(f.met for f in found),
         "device": _joined(f.measured.row["device"] for f in found if f.measured),
         "commit": _joined(f.measured.row["commit"] for f in found if f.measured),
-        "conditions": f"{target.title}. " + " ".join(_sentence(f, shown=f is deciding) for f in found),
+        "conditions": f"{target.title}; weights and masks are synthetic. " + " ".join(_sentence(f, shown=f is deciding) for f in found),
     }
 
 
@@ -220,10 +229,11 @@ def _sentence(f: Found, *, shown: bool) -> str:
     times = f", {v.p50 / floor:.3f} x floor" if floor else ""
     mark = " [this value]" if shown else ""
     short = f"; does not count: {f.measured.short}" if f.measured.short else ""
-    return (
-        f"{f.part.name}{mark} ({f.bound}): median {v.p50:.4g} {f.part.unit}, p20 {v.p20:.4g}, p80 {v.p80:.4g} of "
-        f"{v.num} samples{times}; {f.measured.said}{short}."
-    )
+    if v.num == 1:
+        value = f"{v.p50:.4g} {f.part.unit}"
+    else:
+        value = f"median {v.p50:.4g} {f.part.unit}, p20 {v.p20:.4g}, p80 {v.p80:.4g} of {v.num} samples"
+    return f"{f.part.name}{mark} ({f.bound}): {value}{times}; {f.measured.said}{short}."
 
 
 def _joined(names: Iterable[str]) -> str | None:

@@ -5,11 +5,8 @@ Before it: report_measures. After it: report_targets, report_series.
 
 from __future__ import annotations
 
-from launch.bench.report_measures import Measure, Measured
+from launch.bench.report_measures import SHARE_NBYTES, Measure, Measured, smaller
 from launch.bench.report_rows import NotMeasuredError, Results, stat
-
-SHARE_NBYTES = 445_000_000_000 // 64
-"""Weights of one of 64 trainer ranks."""
 
 # What the library does by default, where rows do not say so themselves with "as chosen".
 SPANS = {"device": "span 1024 MiB", "host": "span 64 MiB"}
@@ -28,7 +25,9 @@ def mask_pass(place: str) -> Measure:
             f"{rows[0]['nbytes_in'] / 1e9:.2f} GB through MegasyncCallback, {rows[0]['density']:.3%} of bytes changed"
         )
         floor = stat(rows, floor_of).p50 * 1e3
-        return Measured(stat(rows, "busy_s").scaled(1e3), floor, rows[0], said, _short_share(rows[0]["nbytes_in"]))
+        return Measured(
+            stat(rows, "busy_s").scaled(1e3), floor, rows[0], said, smaller(rows[0]["nbytes_in"], SHARE_NBYTES)
+        )
 
     return measure
 
@@ -40,11 +39,7 @@ def _mask_kernels(results: Results, place: str) -> Measured:
     floor = stat(results.take("mask-gpu", floor_case), "seconds").p50 * 1e3
     nbytes = rows[0]["nbytes_in"] // 2
     said = f"kernels alone, {nbytes / 1e9:.2f} GB, {rows[0]['density']:.3%} of bytes changed"
-    return Measured(stat(rows, "seconds").scaled(1e3), floor, rows[0], said, _short_share(nbytes))
-
-
-def _short_share(nbytes: int) -> str:
-    return "" if nbytes > 0.95 * SHARE_NBYTES else f"{nbytes / 1e9:.2f} GB, the target names {SHARE_NBYTES / 1e9:.2f}"
+    return Measured(stat(rows, "seconds").scaled(1e3), floor, rows[0], said, smaller(nbytes, SHARE_NBYTES))
 
 
 def stream_held(place: str) -> Measure:
@@ -82,7 +77,7 @@ def durable(results: Results) -> Measured:
     floor = stat(rows, lambda r: 1e3 * (r["copy_floor_s"] + r["nbytes_out"] * r["pcie_floor_s"] / r["nbytes_in"]))
     system = rows[0]["file_system"]
     said = f"{rows[0]['nbytes_in'] / 1e9:.2f} GB, payload {rows[0]['nbytes_out'] / 1e6:.1f} MB, fsync on {system}"
-    short = _short_share(rows[0]["nbytes_in"])
+    short = smaller(rows[0]["nbytes_in"], SHARE_NBYTES)
     if system in ("tmpfs", "ramfs"):
         said += ", where it costs nothing"
     return Measured(stat(rows, "durable_s").scaled(1e3), floor.p50, rows[0], said, short)

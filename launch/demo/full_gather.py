@@ -131,7 +131,7 @@ def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         t = tensors[name].detach()
         sha.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
-        sha.update(t.contiguous().view(-1).view(torch.uint8).numpy())
+        sha.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 

@@ -35,7 +35,7 @@ def make_report(s: Settings, trainer: list[Row], rollout: list[Row]) -> dict[str
     Returns:
         ``versions`` applied (the first one included); ``bit_exact``, whether both sides had the same bytes at each of
         them and none is missing; mean rewards of the first and last batches, and of the control; means over the deltas
-        of what a version took, also by phase and in a list by version; ``staleness``, steps between the weights that
+        of what a version took, also by phase and in a list by version; the control's rewards; ``staleness``, steps between the weights that
         made a batch and those that learned from it (0 for the first batch, which nothing came before).
     """
     runs = {e.run: e for e in episodes(s)}
@@ -55,6 +55,7 @@ def make_report(s: Settings, trainer: list[Row], rollout: list[Row]) -> dict[str
         "phases": {p.name: _means(v for v in deltas if v["phase"] == p.name) for p in runs[s.run].phases if p.steps},
         "staleness": {"first": stale[0], "least": min(stale[1:], default=0), "most": max(stale)},
         "per_version": versions,
+        "control_rewards": control,
     }
 
 
@@ -73,11 +74,17 @@ def faults(report: dict[str, Any], min_rise: float) -> list[str]:
 
 
 def _exactness(run: str, trainer: list[Row], rollout: list[Row], *, every: bool) -> dict[int, bool]:
-    """Whether the digests of both sides agree, by version; with ``every``, versions of one side alone do not."""
+    """Whether the digests of both sides agree, by version; with ``every``, versions of one side alone do not.
+
+    The rollout tells a digest when it applied a version, and one with every batch that a version made.
+    """
     gathered = {r["version"]: r["sha256"] for r in trainer if r["kind"] == "gathered" and r["run"] == run}
-    live = {r["version"]: r["sha256"] for r in rollout if r["kind"] == "applied" and r["run"] == run}
+    live: dict[int, set[str]] = {}
+    for r in rollout:
+        if r["run"] == run:
+            live.setdefault(r["version"], set()).add(r["sha256"])
     expected = gathered.keys() | live.keys() if every else live.keys() | {min(gathered)}
-    return {v: v in gathered and gathered[v] == live.get(v) for v in sorted(expected)}
+    return {v: v in gathered and live.get(v) == {gathered[v]} for v in sorted(expected)}
 
 
 def _per_version(run: str, trainer: list[Row], rollout: list[Row], exact: dict[int, bool]) -> list[Row]:

@@ -133,11 +133,22 @@ class MegatronExporter(Exporter):
         Returns:
             0 when the chunk's parameters are current.
         """
-        ddp = ddp_of(self._chunks[chunk])
-        if ddp is None or not _overlaps(ddp):
-            return 0
-        groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
-        return sum(not g.param_gather_dispatched or g.param_gather_handle is not None for g in groups)
+        return sum(_is_open(g) for g in self._bucket_groups(chunk))
+
+    def finish_chunk(self, chunk: int) -> None:
+        """Gather the bucket groups that a chunk's forward pass did not use; see ``Exporter.finish_chunk``."""
+        for group in self._bucket_groups(chunk):
+            if _is_open(group):
+                group.start_param_sync(force_sync=True)
+
+    def settle_before_step(self) -> float:
+        """See ``Exporter.settle_before_step``. A group keeps its mark, or Megatron would not gather after the step."""
+        groups = [g for i in range(len(self._chunks)) for g in self._bucket_groups(i)]
+        marks = [g.param_gather_dispatched for g in groups]
+        took = self.settle()
+        for group, mark in zip(groups, marks, strict=True):
+            group.param_gather_dispatched = mark
+        return took
 
     def check_alive(self) -> None:
         """Check that the parameters still are where the pieces look.
@@ -163,10 +174,22 @@ class MegatronExporter(Exporter):
                 "make a new exporter and plan again"
             )
 
+    def _bucket_groups(self, chunk: int) -> list[Any]:
+        """Bucket groups of a chunk that overlaps its gather; none where it does not."""
+        ddp = ddp_of(self._chunks[chunk])
+        if ddp is None or not _overlaps(ddp):
+            return []
+        return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+
     def _planned(self) -> ExportPlan:
         if self._plan is None:
             self._plan = plan_export(self._chunks, self._models, self._names, self._vocab_size, self._metadata)
         return self._plan
+
+
+def _is_open(group: Any) -> bool:
+    """Whether a bucket group's gather since the last step was not begun, or not waited for."""
+    return not group.param_gather_dispatched or group.param_gather_handle is not None
 
 
 def _overlaps(ddp: Any) -> bool:

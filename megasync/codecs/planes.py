@@ -20,6 +20,9 @@ LEVEL = 1
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
     LEVEL, min_match=7, hash_log=6, write_content_size=True, write_checksum=False, write_dict_id=False
 )
+MAX_WINDOW = 0x88
+"""Window descriptor of 128 MiB, which decoders take at their defaults; larger windows are refused by every reader alike."""
+_MAGIC = b"\x28\xb5\x2f\xfd"
 LIBRARY = f"zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))}"
 # Masks of the dense codecs do repeat: they take level 1 as it comes.
 _BLOCK_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
@@ -79,16 +82,26 @@ def unpack(stored: memoryview, raw_nbytes: int, what: str) -> memoryview:
         ``raw_nbytes`` bytes; the stored memory itself where it was not compressed.
 
     Raises:
-        FormatError: Stored larger than raw, or a Zstd frame with no, another or a lying content size.
+        FormatError: Stored larger than raw, or anything but one Zstd frame (not a skippable one) without a dictionary
+            id and with the right content size.
     """
     if len(stored) == raw_nbytes:
         return stored
     if len(stored) > raw_nbytes:
         raise FormatError(f"{what}: {len(stored)} stored bytes for {raw_nbytes} raw ones; expected at most as many")
+    if stored[:4] != _MAGIC or len(stored) < 6:
+        raise FormatError(f"{what}: {len(stored)} stored bytes for {raw_nbytes} raw ones that are not a Zstd frame")
+    flags = stored[4]
+    if flags & 3:
+        raise FormatError(f"{what}: a Zstd frame with a dictionary id; the format has no dictionaries")
+    if not flags & 0x20 and stored[5] > MAX_WINDOW:
+        raise FormatError(f"{what}: a Zstd frame with a window above 128 MiB (descriptor {stored[5]:#x})")
     try:
         size = zstandard.frame_content_size(stored)
         if size != raw_nbytes:
-            raise FormatError(f"{what}: Zstd content size {size}, expected {raw_nbytes}; fetch it again or report the publisher")
+            raise FormatError(
+                f"{what}: Zstd content size {size}, expected {raw_nbytes}; fetch it again or report the publisher"
+            )
         found = getattr(_local, "decompressor", None)
         if found is None:
             found = _local.decompressor = zstandard.ZstdDecompressor()

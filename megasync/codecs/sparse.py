@@ -138,7 +138,13 @@ class SparseCodec(Codec):
         elif any(plane_nbytes[3 + w :]):
             raise FormatError("sparse frame: bytes in dense planes, but no segment is dense")
         return Entries(
-            w, shape.tensor_ids, shape.tiles, shape.tile_words, tile_counts, position.astype(np.uint32, copy=False), values
+            w,
+            shape.tensor_ids,
+            shape.tiles,
+            shape.tile_words,
+            tile_counts,
+            position.astype(np.uint32, copy=False),
+            values,
         )
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from megasync.errors import FormatError
 
 _MAGIC = np.frombuffer(b"\x28\xb5\x2f\xfd", np.uint8)
-_DICTIONARY_NBYTES = np.array([0, 1, 2, 4])
 _SIZE_NBYTES = np.array([0, 2, 4, 8])  # 1 instead of 0 where the frame is a single segment
 _HEADER_NBYTES = 18
 _MAX_BLOCK_NBYTES = 128 << 10
+_MAX_WINDOW = 0x88  # window descriptor of 128 MiB, as in ``planes``
 
 
 def check_zstd_frames(data: np.ndarray, starts: np.ndarray, nbytes: np.ndarray, raw_nbytes: np.ndarray) -> None:
@@ -35,11 +35,13 @@ def check_zstd_frames(data: np.ndarray, starts: np.ndarray, nbytes: np.ndarray, 
     flags = head[:, 4]
     single = (flags >> 5) & 1
     size_nbytes = _SIZE_NBYTES[flags >> 6] + ((flags >> 6 == 0) & (single == 1))
-    at = 5 + (1 - single) + _DICTIONARY_NBYTES[flags & 3]
+    at = 5 + (1 - single)
     _require(
         (head[:, :4] == _MAGIC).all(axis=1) & (flags & 8 == 0) & (size_nbytes > 0) & (at + size_nbytes <= nbytes),
         "no Zstd frame with a content size",
     )
+    _require(flags & 3 == 0, "a Zstd frame with a dictionary id")
+    _require((single == 1) | (head[:, 5] <= _MAX_WINDOW), "a Zstd frame with a window above 128 MiB")
     size = np.zeros(len(starts), dtype=np.int64)
     rows = np.arange(len(starts))
     for k in range(8):

@@ -73,10 +73,11 @@ def emit_kernel(
     piece_ptr = pieces_ptr + piece.to(tl.int64) * _COLUMNS
     piece -= first_piece
     stored = tl.load(stored_ptr + piece)
+    # Out here: a variable may not change its type inside a branch.
+    entries_stride = entries_stride.to(tl.int64)
+    dense_stride = dense_stride.to(tl.int64)
     if stored > 0:
         found_ptr += tl.load(piece_ptr + 14) - first_vector
-        entries_stride = entries_stride.to(tl.int64)
-        dense_stride = dense_stride.to(tl.int64)
         live = tl.load(piece_ptr)
         live_step = tl.load(piece_ptr + 1)
         multiplier = tl.load(piece_ptr + 2)

@@ -1,7 +1,8 @@
 """Which backend places and writes: chosen by name, or by one rule, and reported in every result.
 
-``auto`` takes ``cpu`` where all live weights are in host memory; ``mask`` is the plain reference for any device.
-Backends of other devices are given as a callable, or named here by their module. Must import nothing above backend.
+``auto`` takes ``cpu`` where all live weights are in host memory, ``gpu`` where they are on a GPU: that is ``scatter``, or
+``de`` or ``sm`` for publications of block codecs, by the rule of ``stream_auto``. ``mask`` is the plain reference for any
+device. Others are given as a callable. Must import nothing above backend; backends are imported when they are chosen.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from importlib import import_module
 
 from megasync.receiver.backend import Backend
 from megasync.receiver.bind import Binding
+from megasync.receiver.scatter_audit import gpu_of
 
 BackendChoice = str | Callable[[Binding], Backend]
 
@@ -18,8 +20,11 @@ _KNOWN: dict[str, tuple[str, str]] = {
     "cpu": ("megasync.receiver.cpu", "CpuBackend"),
     "mask": ("megasync.receiver.dense", "MaskBackend"),
     "scatter": ("megasync.receiver.scatter", "ScatterBackend"),
+    "de": ("megasync.receiver.stream", "de_backend"),
+    "sm": ("megasync.receiver.stream", "sm_backend"),
+    "gpu": ("megasync.receiver.stream_auto", "AutoBackend"),
 }
-_BY_DEVICE: dict[str, str] = {"cpu": "cpu"}
+_BY_DEVICE: dict[str, str] = {"cpu": "cpu", "cuda": "gpu"}
 
 
 def make_backend(binding: Binding, choice: BackendChoice) -> Backend:
@@ -36,12 +41,13 @@ def make_backend(binding: Binding, choice: BackendChoice) -> Backend:
         return choice(binding)
     if choice == "auto":
         kinds = {d.type for d in binding.devices} or {"cpu"}
-        if len(kinds) > 1 or not kinds <= _BY_DEVICE.keys():
+        if not kinds <= _BY_DEVICE.keys() or ("cuda" in kinds and gpu_of(binding) is None):
             raise ValueError(
-                f"no backend writes weights on {sorted(kinds)} by itself (known: {_BY_DEVICE}): name one of "
-                f"{', '.join(_KNOWN)} (mask works on any device, slowly), or give a callable"
+                f"no backend writes weights on {sorted(map(str, binding.devices))} by itself: it takes host memory, or one GPU "
+                f"with whole tensors beside it in host memory. Name one of {', '.join(_KNOWN)} (mask works on any device, "
+                "slowly), or give a callable"
             )
-        choice = _BY_DEVICE[kinds.pop()]
+        choice = _BY_DEVICE["cuda" if "cuda" in kinds else "cpu"]
     if choice not in _KNOWN:
         raise ValueError(f"backend {choice!r} is unknown; known: auto, {', '.join(_KNOWN)}")
     module, name = _KNOWN[choice]

@@ -97,7 +97,11 @@ class ScatterBackend(Backend):
         self.host = CpuBackend(binding.only(host_ids)) if host_ids else None
         self.queue = WorkQueue(self.device, timeout_s)
         self.arenas = ArenaPool(self.device)
-        self._rings = {w: EntryRing(w, self.device, num_slots=RING_SLOTS) for w in self.layout.words} if entries_in == "pinned" else {}
+        self._rings = (
+            {w: EntryRing(w, self.device, num_slots=RING_SLOTS) for w in self.layout.words}
+            if entries_in == "pinned"
+            else {}
+        )
         self._passes = {w: Passes(self._rings.get(w)) for w in self.layout.words}
 
     def begin(self, manifest: Manifest, frames: np.ndarray) -> Placing:

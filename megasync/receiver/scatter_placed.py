@@ -276,7 +276,7 @@ def _touched(layout: DeviceLayout, load: Load) -> np.ndarray:
 def _release(queue: WorkQueue, pool: ArenaPool, arenas: list[Arena]) -> None:
     """Give arenas back once nothing queued reads them."""
     try:
-        queue.synchronize()
+        queue.wait()
     except Exception:
         return  # the device is lost, and the arenas with it
     pool.give(arenas)

@@ -27,6 +27,7 @@ from megasync.telemetry import Telemetry
 from megasync.versions.publication import PublicationReader
 
 _DELTA_PROOFS = ("frame digests", "base manifest", "touched-old digests", "new state digests", "root", "read-back")
+_BLIND_PROOFS = ("frame digests", "base manifest", "tracked state digests", "new state digests", "root", "read-back")
 _ANCHOR_PROOFS = ("frame digests", "table of state digests", "root", "read-back")
 
 
@@ -167,6 +168,8 @@ def advance(session: Session, manifest: Manifest, state: State, result: UpdateRe
     session.last = proven if session.staged_nbytes + staged.nbytes <= session.config.staged_limit_nbytes else None
     session.hold(proven.ledger, state)
     proofs = _DELTA_PROOFS if manifest.what == "delta" else _ANCHOR_PROOFS
+    if any(p.blind for p in staged.placed):
+        proofs = _BLIND_PROOFS
     result = _added(session, result, manifest, applied, proofs)
     return replace(
         result,

@@ -41,7 +41,7 @@ class TileBlocks:
         tensor_ids: u32 ``[T]``.
         tiles: u32 ``[T]``.
         tile_nbytes: int64 ``[T]``, bytes of each tile's mask.
-        num_changed: Changed words of the tiles, as far as the record says.
+        num_changed: Changed words of the tiles; of a frame that is kept in part about, since nobody has decoded it.
         tile_of: int64 ``[B]``, tile of each block.
         begin: int64 ``[B]``, where each block begins in its tile's mask.
         plain_nbytes: int64 ``[B]``, bytes that it decodes to.
@@ -79,9 +79,16 @@ def tile_blocks(frame: FetchedFrame, keep: np.ndarray, kinds: Sequence[BlockKind
         FormatError: A rule of the format is broken.
     """
     codec = codec_by_id(frame.record.codec)
-    if isinstance(codec, BlockCodec) and codec.kind in kinds:
+    if not (isinstance(codec, BlockCodec) and codec.kind in kinds):
+        return _transcoded(frame, _kept(frame.entries(), keep), kinds[0])
+    try:
         return _taken(frame, codec, keep, signed)
-    return _transcoded(frame, _kept(frame.entries(), keep), kinds[0])
+    except FormatError as e:
+        record = frame.record
+        raise FormatError(
+            f"version {frame.manifest.version}, frame at {record.offset} of "
+            f"{frame.manifest.payload_key(record.payload)}: {e}"
+        ) from e
 
 
 def _taken(frame: FetchedFrame, codec: BlockCodec, keep: np.ndarray, signed: bool) -> TileBlocks:
@@ -100,16 +107,10 @@ def _taken(frame: FetchedFrame, codec: BlockCodec, keep: np.ndarray, signed: boo
         tile_of = (np.cumsum(keep) - 1)[tile_of[mine]]
     encoded = (nbytes > 0) & ~stored
     if not signed and encoded.any():
-        ends = np.cumsum(nbytes)
-        try:
-            walk_blocks(codec.kind, data, (ends - nbytes)[encoded], ends[encoded], plain[encoded])
-        except FormatError as e:
-            raise FormatError(
-                f"version {frame.manifest.version}, frame at {record.offset} of "
-                f"{frame.manifest.payload_key(record.payload)}: {e}"
-            ) from e
-    changed = record.num_changed if keep.all() else 0
+        starts = np.cumsum(nbytes) - nbytes
+        walk_blocks(codec.kind, data, starts[encoded], nbytes[encoded], plain[encoded])
     sizes = words[keep].astype(np.int64) * record.word_nbytes
+    share = int(words[keep].sum(dtype=np.int64)) / max(int(words.sum(dtype=np.int64)), 1)
     return TileBlocks(
         codec.kind,
         record.layer,
@@ -117,7 +118,7 @@ def _taken(frame: FetchedFrame, codec: BlockCodec, keep: np.ndarray, signed: boo
         record.tensor_ids[keep],
         record.tiles[keep],
         sizes,
-        changed,
+        round(record.num_changed * share),
         tile_of,
         begin,
         plain,

@@ -56,7 +56,9 @@ class MegasyncCallback:
 
     *Collective*: every method must be called by every rank at the same point of the program.
     *Stream*: the stream that is current in these calls is taken for the compute stream. With weights on a GPU, a pass reads
-    them until ``before_optimizer_step``; whatever else writes them before that must be ``volatile`` in the exporter.
+    them until ``before_optimizer_step``; whatever else writes them before that must be ``volatile`` in the exporter. Passes
+    run on a thread of their own, so a CUDA graph is captured before the start, or with
+    ``capture_error_mode="thread_local"``; replays are free at any time, since nothing here ever moves a weight.
 
     Attributes:
         exporter: The trainer's weights, or a function of the model chunks that makes it (Megatron-Bridge gives them in

@@ -119,6 +119,19 @@ class Exporter(ABC):
         """Parts of a late chunk that are not current yet, after its first forward pass since the step."""
         return 0
 
+    def finish_chunk(self, chunk: int) -> None:  # noqa: B027
+        """Make current what the first forward pass of a late chunk since the step left open.
+
+        *Collective*: over the ranks that hold replicas of the chunk, at the end of that forward pass.
+        *Stream*: the compute stream is current, and waits.
+        """
+
+    def settle_before_step(self) -> float:
+        """``settle`` right before an optimizer step, which makes the weights old again: the trainer must not take them
+        for current afterwards. *Collective*, and returns, as ``settle``.
+        """
+        return self.settle()
+
     def after_forward(self, chunk: int, call: Callable[[], None]) -> Callable[[], None]:
         """Have a function called at the end of every training forward pass of a late chunk.
 

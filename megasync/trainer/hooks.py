@@ -74,12 +74,16 @@ class StepHooks:
         self._automatic = self._seen = self._hooked = self._warned = False
         if not masker.can_defer:
             return
-        for optimizer in optimizers:
-            self._undo.append(call_before_step(optimizer, self.before_step))
-            self._automatic = True
-        self._late = exporter.late_chunks()
-        for chunk in self._late:
-            self._undo.append(exporter.after_forward(chunk, partial(self._forwarded, chunk)))
+        try:
+            for optimizer in optimizers:
+                self._undo.append(call_before_step(optimizer, self.before_step))
+                self._automatic = True
+            self._late = exporter.late_chunks()
+            for chunk in self._late:
+                self._undo.append(exporter.after_forward(chunk, partial(self._forwarded, chunk)))
+        except BaseException:
+            self.close()
+            raise
 
     def step_ended(self) -> None:
         """A step is over: note whether its optimizer was fenced, so that the next one can be relied on."""
@@ -93,7 +97,7 @@ class StepHooks:
         does only until the last read is queued.
         """
         self._seen = True
-        self.force()
+        self._begin_rest(self._exporter.settle_before_step)
         if self._masker.can_defer:
             with self._telemetry.span("fence"):
                 self._masker.fence()
@@ -117,14 +121,18 @@ class StepHooks:
             self._masker.fence()
 
     def force(self) -> None:
-        """Make late chunks that have not begun current and begin them.
+        """Make late chunks that have not run forward since the step current, and begin them.
 
-        *Collective*: every rank at the same point; decided by which chunks ran forward, the same on all replicas.
+        *Collective*: every rank at the same point, between two steps; decided by which chunks ran forward, the same on
+        all replicas.
         """
+        self._begin_rest(self._exporter.settle)
+
+    def _begin_rest(self, settle: Callable[[], float]) -> None:
         if not self._armed:
             return
         with self._telemetry.span("settle"):
-            self._exporter.settle()
+            settle()
         self._armed.clear()
         self._masker.start_rest()
 
@@ -135,7 +143,14 @@ class StepHooks:
         self._undo.clear()
 
     def _forwarded(self, chunk: int) -> None:
-        """A chunk ran forward; where all its gathers are finished its weights are current on the compute stream."""
-        if chunk in self._armed and not self._exporter.num_open_gathers(chunk):
-            self._armed.remove(chunk)
-            self._masker.start_chunk(chunk)
+        """A chunk ran forward: what it used is current on the compute stream, and the rest of it is made so here.
+
+        Not later: between the gradients' reduction and the optimizer's step a trainer counts its gathers anew.
+        """
+        if chunk not in self._armed:
+            return
+        if self._exporter.num_open_gathers(chunk):
+            with self._telemetry.span("settle"):
+                self._exporter.finish_chunk(chunk)
+        self._armed.remove(chunk)
+        self._masker.start_chunk(chunk)

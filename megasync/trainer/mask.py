@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megasync.digest import WordWeights
+from megasync.digest import box_lanes
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema
 from megasync.trainer.snapshot import Snapshot, to_tile, words_of
@@ -107,7 +107,7 @@ def _whole_tiles(schema: Schema, snapshot: Snapshot) -> Iterator[tuple[int, int,
         if current is None or current[:2] != (region.tensor_id, region.tile):
             if current is not None:
                 yield current
-            num = int(schema.grids[region.tensor_id].tile_words(np.array([region.tile]))[0])
+            num = schema.num_tile_words(region.tensor_id, region.tile)
             current = region.tensor_id, region.tile, np.zeros(num, dtype=words.dtype)
         current[2][to_tile(schema, region, np.arange(len(words)))] = words
     if current is not None:
@@ -119,10 +119,10 @@ def _anchor_frame(schema: Schema, tiles: list[tuple[int, int, np.ndarray]]) -> M
     ids = np.array([t[0] for t in tiles], dtype=np.uint32)
     numbers = np.array([t[1] for t in tiles], dtype=np.uint32)
     change: dict[int, Lanes] = {}
-    for (tensor_id, tile, words), at in zip(tiles, found, strict=True):
-        flat = schema.grids[tensor_id].flat_index(np.array([tile]), at)
-        weights = WordWeights.of(flat, words.dtype.itemsize)
-        change[tensor_id] = change.get(tensor_id, Lanes()) + weights.lanes(words[at])
+    for tensor_id, tile, words in tiles:
+        grid = schema.grids[tensor_id]
+        # Words that are 0 add nothing: whole tiles take the digest's fast path.
+        change[tensor_id] = change.get(tensor_id, Lanes()) + box_lanes(grid.shape, grid.box(tile), words)
     first = schema.tensors[tiles[0][0]]
     entries = Entries(
         first.word_nbytes,

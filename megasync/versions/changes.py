@@ -93,7 +93,9 @@ def compare(old: np.ndarray, new: np.ndarray) -> Differences:
     for row in range(0, rows, step):
         for column in range(0, columns, _CHUNK_UNITS):
             part = slice(row, row + step), slice(column, column + _CHUNK_UNITS)
-            differences = _compare_units(a[part], units[part], old.dtype, (row * columns + column) * (8 // old.itemsize))
+            differences = _compare_units(
+                a[part], units[part], old.dtype, (row * columns + column) * (8 // old.itemsize)
+            )
             if differences is not None:
                 found.append(differences)
     whole = units.size * (8 // old.itemsize)

@@ -10,7 +10,15 @@ import secrets
 from dataclasses import replace
 
 from megasync.errors import RetryError, SinkConflictError
-from megasync.manifest import Head, Manifest, check_run, decode_head, manifest_key, state_table_key
+from megasync.manifest import (
+    MIN_PUBLISHER_NBYTES,
+    Head,
+    Manifest,
+    check_run,
+    decode_head,
+    manifest_key,
+    state_table_key,
+)
 from megasync.schema import Schema, schema_key
 from megasync.sinks.base import DEFAULT_TIMEOUT_S, Sink
 
@@ -23,17 +31,20 @@ def claim(sink: Sink, run: str, *, publisher: bytes | None = None, timeout_s: fl
     Args:
         sink: Where.
         run: Which run; created when it does not exist.
-        publisher: Token of the publisher, a fresh random one by default.
+        publisher: Token of the publisher, at least 8 bytes; a fresh random one by default.
         timeout_s: Longest wait for each sink operation.
 
     Returns:
         The head as it is now, with the new fence.
 
     Raises:
+        ValueError: A run name that cannot be part of a key, or a token that is too short.
         SinkConflictError: Other publishers kept claiming meanwhile.
     """
     check_run(run)
-    publisher = publisher or secrets.token_bytes(8)
+    publisher = publisher or secrets.token_bytes(MIN_PUBLISHER_NBYTES)
+    if len(publisher) < MIN_PUBLISHER_NBYTES:
+        raise ValueError(f"publisher token of {len(publisher)} bytes: at least {MIN_PUBLISHER_NBYTES}, and random")
     for _ in range(_ATTEMPTS):
         raw = sink.read_head(run, timeout_s=timeout_s)
         old = decode_head(raw, run) if raw is not None else Head(run, -1, 0, b"", 0)

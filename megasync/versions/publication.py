@@ -6,6 +6,7 @@ import trainer or receiver.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,26 +16,28 @@ import numpy as np
 
 from megasync.codecs.base import FrameShape
 from megasync.codecs.registry import codec_by_id
-from megasync.digest import SHA256, XXH3_128, content_digest
-from megasync.errors import FormatError, NeedsAnchorError, RefetchError
+from megasync.digest import XXH3_128, content_digest
+from megasync.errors import FormatError, MissingPackageError, NeedsAnchorError, RefetchError
 from megasync.frames import FrameRecord
 from megasync.manifest import (
-    DIGEST_NBYTES,
     Head,
     Manifest,
+    algorithm_of,
     decode_head,
     decode_manifest,
     manifest_key,
-    peek_digest_algorithm,
-    peek_schema_digest,
+    named_by,
+    peek_manifest,
+    require_algorithm,
     root_of,
     state_table_key,
 )
-from megasync.schema import Schema, decode_schema, schema_key
+from megasync.schema import MAX_SCHEMA_NBYTES, Schema, decode_schema, schema_key
 from megasync.sinks.base import DEFAULT_TIMEOUT_S, Sink
 from megasync.types import Entries
 
 _MANIFESTS_KEPT = 64
+_EPOCH = re.compile(r"/e([0-9]{6,19})/manifest\Z")
 
 
 @dataclass
@@ -70,7 +73,7 @@ class PublicationReader:
         with self._lock:
             if digest in self._schemas:
                 return self._schemas[digest]
-        data = self._read(schema_key(self.run, digest), "schema")
+        data = self._read(schema_key(self.run, digest), "schema", MAX_SCHEMA_NBYTES)
         schema = decode_schema(data, digest=digest)
         with self._lock:
             self._schemas[digest] = schema
@@ -85,20 +88,26 @@ class PublicationReader:
             digest: What its digest must be; None trusts the key alone (tools that look at garbage).
         """
         with self._lock:
-            if digest is not None and digest in self._manifests:
-                return self._manifests[digest]
-        data = self._read(manifest_key(self.run, version, epoch), f"manifest of version {version}")
-        if digest is not None and not _names(digest, data):
-            raise RefetchError(
-                f"manifest of version {version} epoch {epoch}: digest {content_digest(data).hex()}, "
-                f"expected {digest.hex()}; fetch it again"
-            )
-        manifest = decode_manifest(data, self.schema(peek_schema_digest(data)), digest=digest, key=self.key)
+            known = self._manifests.get(digest) if digest is not None else None
+        if known is not None and (known.version, known.epoch) == (version, epoch):
+            return known
+        what = f"manifest of version {version} epoch {epoch}"
+        data = self._read(manifest_key(self.run, version, epoch), what)
+        found = named_by(data, digest, what) if digest is not None else None
+        peek = peek_manifest(data, self.key)
+        if found is not None:
+            require_algorithm(found, peek.digest_algorithm, what)
+        manifest = decode_manifest(data, self.schema(peek.schema_digest), key=self.key)
         if (manifest.run, manifest.version, manifest.epoch) != (self.run, version, epoch):
             raise FormatError(
                 f"manifest under key of run {self.run!r} version {version} epoch {epoch} says run {manifest.run!r} version "
                 f"{manifest.version} epoch {manifest.epoch}: misplaced; nothing was touched"
             )
+        for codec in np.unique(manifest.frames.columns["codec"]).tolist():
+            try:
+                codec_by_id(codec)
+            except FormatError as e:
+                raise FormatError(f"{what} refused: {e}") from e
         with self._lock:
             self._manifests[manifest.digest] = manifest
             while len(self._manifests) > _MANIFESTS_KEPT:
@@ -113,22 +122,41 @@ class PublicationReader:
     def base_of(self, manifest: Manifest) -> Manifest:
         """The manifest that a delta starts from.
 
-        Its epoch is not in the delta: the newest epochs are tried first, and the digest decides.
+        Its epoch is not in the delta: the newest epochs are tried first, and the digest decides. What lies there under
+        another digest, or under another epoch's key than its body names, is garbage and passed over.
 
         Raises:
             NeedsAnchorError: It is gone (pruned): no chain leads further back.
+            FormatError: It is refused itself, or of another schema than the delta.
         """
         with self._lock:
-            if manifest.base_digest in self._manifests:
-                return self._manifests[manifest.base_digest]
+            known = self._manifests.get(manifest.base_digest)
+        base = known if known is not None and known.version == manifest.base_version else self._find_base(manifest)
+        if base.schema_digest != manifest.schema_digest:
+            raise FormatError(
+                f"version {manifest.version} of run {self.run!r} speaks of schema {manifest.schema_digest.hex()}, its base "
+                f"{base.version} of {base.schema_digest.hex()}: a delta keeps its base's schema; nothing was touched"
+            )
+        return base
+
+    def _find_base(self, manifest: Manifest) -> Manifest:
+        lacking: MissingPackageError | None = None
         prefix = f"{self.run}/v{manifest.base_version:012d}"
         for key in sorted(self.sink.keys(prefix, timeout_s=self.timeout_s), reverse=True):
-            parts = key.split("/")
-            if parts[-1] != "manifest":
+            found = _EPOCH.search(key)
+            if found is None or key != manifest_key(self.run, manifest.base_version, int(found[1])):
                 continue
             data = self._read(key, f"manifest of version {manifest.base_version}")
-            if _names(manifest.base_digest, data):
-                return self.manifest(manifest.base_version, int(parts[-2][1:]), manifest.base_digest)
+            try:
+                if not algorithm_of(data, manifest.base_digest):
+                    continue
+            except MissingPackageError as e:
+                lacking = e  # the base may still lie under another epoch
+                continue
+            if peek_manifest(data, self.key).epoch == int(found[1]):
+                return self.manifest(manifest.base_version, int(found[1]), manifest.base_digest)
+        if lacking is not None:
+            raise lacking
         raise NeedsAnchorError(
             f"version {manifest.version} of run {self.run!r} starts from version {manifest.base_version} "
             f"(manifest {manifest.base_digest.hex()}), which is no longer in {self.sink.describe()}: load an anchor"
@@ -149,7 +177,8 @@ class PublicationReader:
         """Table of state digests (uint8 ``[num_tensors, 16]``) that an anchor or checkpoint publishes.
 
         Raises:
-            RefetchError, FormatError: Other bytes, or a table that does not have the manifest's root.
+            RefetchError, FormatError: Other bytes, a table that does not have the manifest's root, or rows that are not
+                the new state digests of an anchor.
         """
         data = self._read(state_table_key(self.run, manifest.state_table), "table of state digests")
         if content_digest(data, XXH3_128) != manifest.state_table:
@@ -160,6 +189,11 @@ class PublicationReader:
         table = table.reshape(-1, 16)
         if root_of(table) != manifest.root:
             raise FormatError(f"table of state digests of version {manifest.version} does not have the manifest's root")
+        if not np.array_equal(table[manifest.touched_ids], manifest.new_states):
+            raise FormatError(
+                f"version {manifest.version}: new state digests are not the rows of its table of state digests; nothing "
+                "was touched. Report the publisher, use another anchor"
+            )
         return table
 
     def frame_bytes(self, manifest: Manifest, record: FrameRecord) -> memoryview:
@@ -177,29 +211,20 @@ class PublicationReader:
             record = manifest.frames.record(i)
             yield record, decode_frame(schema, manifest, record, self.frame_bytes(manifest, record))
 
-    def _read(self, key: str, what: str) -> bytes:
+    def _read(self, key: str, what: str, max_nbytes: int | None = None) -> bytes:
+        """An object; where a limit is given, its size is asked first, so that nothing larger comes into memory.
+
+        A schema is read once a run. Manifests are read for every version, and have their limit checked once they are
+        here: to ask first would cost every update a round trip.
+        """
         try:
+            if max_nbytes is not None and (nbytes := self.sink.size(key, timeout_s=self.timeout_s)) > max_nbytes:
+                raise FormatError(f"{what} of run {self.run!r} has {nbytes} bytes (key {key}), at most {max_nbytes}")
             return self.sink.read(key, timeout_s=self.timeout_s)
         except KeyError as e:
             raise NeedsAnchorError(
                 f"{what} of run {self.run!r} is not in {self.sink.describe()} (key {key}): pruned or never written"
             ) from e
-
-
-def _names(digest: bytes, data: bytes) -> bool:
-    """Whether a digest is that of a manifest's bytes, by the algorithm that the manifest names.
-
-    Of another length than xxh3-128's it is SHA-256 or what the manifest says; bytes that say nothing have another digest.
-    """
-    if len(digest) == DIGEST_NBYTES[XXH3_128]:
-        return content_digest(data) == digest
-    if content_digest(data, SHA256) == digest:
-        return True
-    try:
-        algorithm = peek_digest_algorithm(data)
-    except FormatError:
-        return False
-    return algorithm != SHA256 and content_digest(data, algorithm) == digest
 
 
 def check_frame(manifest: Manifest, record: FrameRecord, stored: memoryview) -> None:

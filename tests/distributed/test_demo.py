@@ -86,7 +86,7 @@ def test_every_version_is_bit_exact(size: int, name: str, ran: Ran) -> None:
         ["learn", "learn", "learn", "fine", "fine"] if s.publish.every == 1 else ["learn", "fine", "fine"]
     )
     assert report["versions"] == len(deltas) + 1
-    assert all(0 < v["payload_nbytes"] and 0 < v["pause_s"] for v in deltas)
+    assert all(v["payload_nbytes"] > 0 and v["pause_s"] > 0 for v in deltas)
     assert deltas[-1]["density"] < 0.1 < deltas[0]["density"]
     assert report["staleness"]["least"] >= 1
 

@@ -36,6 +36,7 @@ COLUMNS |= {"word_nbytes": "u1", "num_changed": "<u4", "layer": "<i4", "num_plan
 COLUMNS |= {"plane_nbytes": "<u4", "digest": "u1", "tensor_id": "<u4", "first_tile": "<u4", "num_tiles": "<u4"}
 COLUMNS |= {"bitmap": "u1"}
 ROW = (NAME, set(WORD_NBYTES), [range(2**48 + 1)], range(-1, 2**31), range(2), [range(1, 2**20 + 1)])
+MAX_SCHEMA, MAX_MANIFEST, MAX_HEAD = 2**28, 2**30, 65536
 SCHEMA = {"kind": {"megasync.schema"}, "format": {1}, "run": RUN, "tensors": [(*ROW, bool, [NAME], str, str)]}
 HEAD = {"kind": {"megasync.head"}, "format": {1}, "run": RUN, "version": VERSION, "epoch": SIZE, "digest": DIGEST}
 HEAD |= {"fence": SIZE, "publisher": re.compile(b"(?s:.{8,})")}
@@ -69,12 +70,21 @@ def fits(v: Any, spec: Any) -> bool:
     return type(v) is spec if isinstance(spec, type) else type(v) is type(next(iter(spec))) and v in spec
 
 
-def document(data: bytes, spec: dict[str, Any]) -> dict[str, Any]:
-    """Decode one strict msgpack map (3)."""
+def document(data: bytes, spec: dict[str, Any], most: int) -> dict[str, Any]:
+    """Decode one strict msgpack map of at most that many bytes (3)."""
+    need(len(data) <= most, "size of a document")
     try:
-        doc: dict[str, Any] = msgspec.msgpack.decode(data)
+        parts = msgspec.msgpack.decode(data, type=dict[str, msgspec.Raw])
+        doc: dict[str, Any] = {
+            key: document(bytes(part), spec[key], most)
+            if isinstance(spec.get(key), dict)
+            else msgspec.msgpack.decode(part)
+            for key, part in parts.items()
+        }
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as e:
-        raise Refused(f"not msgpack: {e}") from e
+        raise Refused(f"fields of a document, not msgpack: {e}") from e
+    wide = {0xDE: 2, 0xDF: 4}.get(data[0], 0)
+    need((int.from_bytes(data[1 : 1 + wide], "big") if wide else data[0] % 16) == len(doc), "fields there twice")
     need(fits(doc, spec), "fields of a document")
     return doc
 
@@ -158,7 +168,8 @@ def unzstd(data: bytes, size: int) -> bytes:
     """One Zstd frame that says and holds ``size`` bytes (8.1)."""
     try:
         head, inflate = zstandard.get_frame_parameters(data), zstandard.ZstdDecompressor().decompressobj()
-        need(data[:4] == b"\x28\xb5\x2f\xfd" and head.content_size == size and not head.dict_id, "header of Zstd")
+        need(data[:4] == b"\x28\xb5\x2f\xfd" and head.content_size == size and not data[4] & 3, "header of Zstd")
+        need(head.window_size <= 2**27, "window of Zstd")
         out = inflate.decompress(data)
     except zstandard.ZstdError as e:
         raise Refused(f"Zstd: {e}") from e
@@ -276,6 +287,7 @@ def frame_table(body: dict[str, Any], tensors: list[Tensor]) -> Iterator[Frame]:
     rows |= {"plane_nbytes": sum(col["num_planes"]), "digest": k * rows["payload"]}
     need(rows["payload"] <= 2**24 and all(len(x) == rows[key] for key, x in col.items()), "rows of a column")
     need(len(raw["bitmap"]) == sum(-(-n // 8) for n in col["num_tiles"]), "rows of bitmap")
+    need(sum(col["num_tiles"]) <= 2**30 and sum(map(int.bit_count, raw["bitmap"])) <= 2**26, "number of tiles")
     planes, bitmap, digests = iter(col["plane_nbytes"]), iter(raw["bitmap"]), iter(raw["digest"])
     runs = zip(*(col[key] for key in of_runs), strict=True)
     keys = "payload", "offset", "codec", "word_nbytes", "num_changed", "layer", "num_planes", "num_runs"
@@ -316,13 +328,17 @@ class Reader:
             algorithms = [a for a in (1, 2, 3) if content(a, data) == digest]
             if not algorithms:
                 continue
-            wrapper = document(data, WRAPPER)
+            wrapper = document(data, WRAPPER, MAX_MANIFEST)
             signature = wrapper["signature"]
             if self.key is not None:
                 need(hmac.compare_digest(hmac.digest(self.key, wrapper["body"], "sha256"), signature), "signature")
-            body = document(wrapper["body"], BODY)
+            body = document(wrapper["body"], BODY, MAX_MANIFEST)
+            if epoch is None and path.name != f"e{body['epoch']:06d}":
+                continue
             delta, what = body["what"] == "delta", body["what"]
-            need(body["digest_algorithm"] in algorithms and (algorithms != [1] or not signature), "digest_algorithm")
+            need(body["digest_algorithm"] in algorithms and (algorithms != [1] or self.key is None), "digest_algorithm")
+            need(len(body["payload_nbytes"]) <= 65536, "number of payloads")
+            need(body["frames"]["codec"] or not delta or not body["payload_nbytes"], "payloads without frames")
             need(body["run"] == self.run and body["version"] == version, "run and version of the key")
             need(path.name == f"e{body['epoch']:06d}", "epoch of the key")
             need(0 <= body["base_version"] < version if delta else body["base_version"] == -1, "base_version")
@@ -376,8 +392,9 @@ class Reader:
 
     def schema(self, digest: bytes) -> list[Tensor]:
         """The tensors of the run (3.1)."""
-        schema = document(self.named("schema", digest), SCHEMA)
+        schema = document(self.named("schema", digest), SCHEMA, MAX_SCHEMA)
         tensors = [Tensor(row) for row in schema["tensors"]]
+        need(len(tensors) <= 2**21 and sum(t.num_tiles for t in tensors) <= 2**26, "number of tensors and tiles")
         names = [name for t in tensors for name in (t.name, *t.aliases)]
         need(schema["run"] == self.run and len(names) == len(set(names)), "run and names of the schema")
         return tensors
@@ -388,8 +405,8 @@ class Reader:
         path = self.sink / ".heads" / f"{self.run}.head"
         if not path.exists():
             return out
-        head = document(fetch(path), HEAD)
-        need(path.stat().st_size <= 65536 and head["run"] == self.run, "size and run of the head")
+        head = document(fetch(path), HEAD, MAX_HEAD)
+        need(head["run"] == self.run, "run of the head")
         need((head["version"] == -1) == (not head["digest"]), "digest of the head")
         if head["version"] == -1:
             return out

@@ -248,7 +248,8 @@ def test_case_64_memory_is_flat_over_a_thousand_syncs(place: SnapshotPlace) -> N
             seen.append((torch.cuda.memory_reserved(), free, pinned, process.memory_info().rss))
     masker.close()
     (reserved, free, pinned, rss), after = seen
-    assert after[:3] == (reserved, free, pinned)
+    assert (after[0], after[2]) == (reserved, pinned)
+    assert after[1] > free - (16 << 20)  # kernels compiled meanwhile
     assert after[3] < rss + (8 << 20)
     assert telemetry.counts["landing_overflow_nbytes"] == 0
 

@@ -91,7 +91,10 @@ def test_unknown_keys_and_values_fail_when_composed(override: str, words: str) -
         (["engine.kind=vllm"], "engine=hugging_face"),
         (["gather=nccl"], "take gather=gloo"),
         (["publish.num_writers=9"], "lower it"),
-        (["parallel.ranks=6", "parallel.tp=2", "parallel.pp=2"], "tp 2 x pp 2 x cp 1 = 4 does not divide the 6 ranks: start 4"),
+        (
+            ["parallel.ranks=6", "parallel.tp=2", "parallel.pp=2"],
+            "tp 2 x pp 2 x cp 1 = 4 does not divide the 6 ranks: start 4",
+        ),
         (["parallel=ep2"], "take model=tiny_moe"),
         (["parallel=pp2_vpp2"], "add layers, or take fewer stages"),
         (["parallel.tp=4"], "model.num_groups=2 is not a multiple of parallel.tp=4"),
@@ -116,7 +119,7 @@ def test_case_72_combinations_that_cannot_work_are_refused_with_the_fix(override
 
 
 def test_case_72_gather_direct_has_no_number_of_writers() -> None:
-    with pytest.raises(ValueError, match="num_writers means nothing with gather=direct.* leave it at 1"):
+    with pytest.raises(ValueError, match=r"num_writers means nothing with gather=direct.* leave it at 1"):
         compose(["gather=direct", "publish.num_writers=2"])
 
 
@@ -155,6 +158,9 @@ def test_check_says_what_is_wrong_and_touches_nothing(tmp_path: Path, capsys: py
 
 def test_settings_are_documented() -> None:
     """Every field of every settings class is named in its docstring."""
-    for cls in (Settings, *(type(getattr(Settings(), name)) for name in ("model", "parallel", "sink", "engine", "demo"))):
+    for cls in (
+        Settings,
+        *(type(getattr(Settings(), name)) for name in ("model", "parallel", "sink", "engine", "demo")),
+    ):
         missing = [f for f in cls.__dataclass_fields__ if f"    {f}: " not in (cls.__doc__ or "")]
         assert not missing, (cls.__name__, missing)

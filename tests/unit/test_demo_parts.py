@@ -95,7 +95,7 @@ def test_bf16_pieces_are_views_of_the_fp32_parameters() -> None:
     live.mul_(2)
     np.testing.assert_array_equal(words_of(piece.data), words_of(live.bfloat16()))
     assert piece.data.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
-    with pytest.raises(PlanError, match="not FP32.*: b"):
+    with pytest.raises(PlanError, match=r"not FP32.*: b"):
         Bf16Exporter(TensorExporter({"a": live, "b": torch.zeros(2, dtype=torch.int64)})).specs()
 
 
@@ -118,7 +118,9 @@ def records(s: Settings, *, rise: float = 0.4) -> tuple[list[dict[str, Any]], li
     for run in (f"{s.run}-control", s.run):
         for v, phase in enumerate(("start", "learn", "learn", "fine")):
             mine = {"run": run, "version": v}
-            trainer.append(mine | {"kind": "gathered", "sha256": f"{v}", "full_nbytes": 1000, "phase": phase, "step": v})
+            trainer.append(
+                mine | {"kind": "gathered", "sha256": f"{v}", "full_nbytes": 1000, "phase": phase, "step": v}
+            )
             trainer.append(mine | {"kind": "outcome", "durable": True, "payload_nbytes": 100 * v})
             if v == 0 or run == s.run:
                 applied = mine | {"kind": "applied", "sha256": f"{v}", "density": v / 10, "pause_s": v / 100}
@@ -127,7 +129,7 @@ def records(s: Settings, *, rise: float = 0.4) -> tuple[list[dict[str, Any]], li
             version = max(0, step - 2) if run == s.run else 0
             trainer.append({"kind": "step", "run": run, "step": step, "sample_version": version})
             reward = 0.2 + (rise * (step - 1) if run == s.run else 0)
-            rollout.append({"kind": "made", "run": run, "version": version, "reward": reward})
+            rollout.append({"kind": "made", "run": run, "version": version, "sha256": f"{version}", "reward": reward})
     return trainer, rollout
 
 
@@ -148,12 +150,16 @@ def test_the_report_has_what_a_version_took() -> None:
     assert demo_report.faults(report, 0.1) == []
 
 
-@pytest.mark.parametrize("break_it", ["other bytes", "never applied", "never gathered", "control differs"])
+@pytest.mark.parametrize(
+    "break_it", ["other bytes", "other samples", "never applied", "never gathered", "control differs"]
+)
 def test_a_version_that_is_not_proved_fails_the_demo(break_it: str) -> None:
     s = compose(["demo.learn_steps=2", "demo.fine_steps=1", "demo.control_steps=3"])
     trainer, rollout = records(s)
     if break_it == "other bytes":
         next(r for r in rollout if r["run"] == s.run and r["version"] == 2)["sha256"] = "x"
+    if break_it == "other samples":  # a batch that claims another version than the one that made it
+        next(r for r in rollout if r["run"] == s.run and r["kind"] == "made")["version"] = 2
     if break_it == "never applied":
         rollout = [r for r in rollout if r["kind"] != "applied" or r["version"] != 2]
     if break_it == "never gathered":
@@ -168,7 +174,9 @@ def test_a_version_that_is_not_proved_fails_the_demo(break_it: str) -> None:
         assert "[2]" in fault
 
 
-def test_main_writes_report_and_picture_and_fails_without_a_rise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_writes_report_and_picture_and_fails_without_a_rise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = ["demo.learn_steps=2", "demo.fine_steps=1", "demo.control_steps=3", f"out={tmp_path}"]
     for rise, status in ((0.4, 0), (0.0, 1)):
         for name, rows in zip(("trainer", "rollout"), records(compose(overrides), rise=rise), strict=True):

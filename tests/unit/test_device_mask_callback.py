@@ -255,6 +255,8 @@ class Overlapped(TensorExporter):
     open: dict[int, int] = field(default_factory=lambda: {0: 0, 1: 0})
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
     forced: int = 0
+    finished: int = 0
+    before_step: int = 0
 
     def __post_init__(self) -> None:
         super().__init__(self.tensors)
@@ -291,6 +293,14 @@ class Overlapped(TensorExporter):
         if gathered:
             self.gather(chunk)
         self.hooks.get(chunk, lambda: None)()
+
+    def finish_chunk(self, chunk: int) -> None:
+        self.finished += 1
+        self.gather(chunk)
+
+    def settle_before_step(self) -> float:
+        self.before_step += 1
+        return self.settle()
 
     def settle(self) -> float:
         self.forced += bool(self.stale)
@@ -334,14 +344,28 @@ def test_chunks_begin_at_the_end_of_their_first_forward_and_nothing_is_forced() 
     assert not exporter.hooks
 
 
+def test_what_a_forward_pass_does_not_use_is_gathered_at_its_end() -> None:
+    exporter, callback, sink = overlapped()
+    callback.before_optimizer_step()
+    exporter.step(2)
+    callback.step_end()
+    exporter.forward(0)
+    exporter.forward(1, gathered=False)
+    assert exporter.finished == 1
+    exporter.forward(1)
+    callback.before_optimizer_step()
+    assert (exporter.forced, exporter.before_step) == (1, 0)
+    callback.on_train_end()
+    check_newest(sink, exporter.tensors, 2)
+
+
 @pytest.mark.parametrize("where", ["optimizer", "evaluation", "checkpoint", "end", "second step end"])
 def test_gathers_still_open_are_forced(where: str) -> None:
     exporter, callback, sink = overlapped()
     callback.before_optimizer_step()
     exporter.step(2)
     callback.step_end()
-    exporter.forward(0)
-    exporter.forward(1, gathered=False)  # a group that this forward pass did not use
+    exporter.forward(0)  # chunk 1 does not come
     if where == "optimizer":
         callback.before_optimizer_step()
     elif where == "evaluation":
@@ -351,7 +375,7 @@ def test_gathers_still_open_are_forced(where: str) -> None:
     elif where == "second step end":
         callback.step_end(skipped=True)
     callback.flush()
-    assert exporter.forced == 2
+    assert (exporter.forced, exporter.before_step) == (2, int(where == "optimizer"))
     assert callback.telemetry.seconds["settle"] > 0
     reader = PublicationReader(sink, "run")
     newest = reader.newest()
@@ -387,8 +411,9 @@ def test_weights_that_moved_fail_the_version_while_late_chunks_still_settle_toge
     exporter.check_alive = lambda: (_ for _ in ()).throw(PlanError("a weight moved"))  # type: ignore[method-assign]
     callback.step_end()
     exporter.forward(0, gathered=False)
+    assert exporter.finished == 1  # as on the other ranks
     callback.before_optimizer_step()
-    assert exporter.forced == 2  # as on the other ranks
+    assert exporter.before_step == 1
     with pytest.raises(RankFailedError, match="a weight moved"):
         callback.flush()
     del exporter.check_alive

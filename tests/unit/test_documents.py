@@ -59,7 +59,7 @@ def manifest(s: Schema, records: list[FrameRecord], **changes: object) -> Manife
         6,
         b"b" * 16,
         s.digest,
-        (1000,),
+        (1000,) if records else (),
         table,
         touched,
         digests,
@@ -207,8 +207,11 @@ def test_anchors_have_no_base(what: str) -> None:
     s = schema()
     with pytest.raises(FormatError, match="no base"):
         decode_manifest(manifest(s, [], what=what).encoded, s)
-    good = manifest(s, [], what=what, base_version=-1, base_digest=b"", state_table=b"t" * 16, payload_nbytes=())
-    assert decode_manifest(good.encoded, s).what == what
+    root = {"what": what, "base_version": -1, "base_digest": b"", "state_table": b"t" * 16}
+    assert decode_manifest(manifest(s, [], version=0, **root).encoded, s).what == what
+    if what == "checkpoint":
+        with pytest.raises(FormatError, match="only version 0 may be a checkpoint"):
+            decode_manifest(manifest(s, [], **root).encoded, s)
 
 
 def test_unknown_fields_and_kinds_are_refused() -> None:
@@ -220,14 +223,19 @@ def test_unknown_fields_and_kinds_are_refused() -> None:
 
 
 def test_case_06_an_unparsable_head_is_an_error_not_a_fallback() -> None:
-    head = Head("r", 5, 2, b"d" * 16, 3, b"token")
+    head = Head("r", 5, 2, b"d" * 16, 3, b"tokens of 8 or more")
     assert decode_head(head.encode(), "r") == head
     for data in (
         b"",
         head.encode()[:-3],
         b"garbage",
-        Head("other", 5, 2, b"d", 3).encode(),
-        Head("r", 5, 2, b"", 3).encode(),
+        dataclasses.replace(head, run="other").encode(),
+        dataclasses.replace(head, digest=b"").encode(),
+        dataclasses.replace(head, version=-1).encode(),
+        dataclasses.replace(head, digest=b"d" * 15).encode(),
+        dataclasses.replace(head, digest=b"d" * 33).encode(),
+        dataclasses.replace(head, publisher=b"seven77").encode(),
+        dataclasses.replace(head, publisher=b"x" * 65_536).encode(),
     ):
         with pytest.raises(FormatError, match="head of run 'r'"):
             decode_head(data, "r")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megasync import frames, schema, tiles
+from megasync import manifest as manifests
 from megasync.codecs.registry import codecs
 from megasync.digest import C, S, bytes_lanes, content_digest, state_digest
 from megasync.errors import FormatError, RefetchError, SchemaMismatchError
@@ -123,12 +124,21 @@ def test_limits_are_those_of_the_text() -> None:
         "words of a tile": tiles.MAX_TILE_WORDS,
         "words of a segment": SEGMENT_WORDS,
         "bytes of words of a frame's tiles": frames.MAX_FRAME_NBYTES,
+        "bytes of a schema": schema.MAX_SCHEMA_NBYTES,
+        "tensors of a schema": schema.MAX_TENSORS,
+        "tiles of all tensors of a schema": schema.MAX_TILES,
+        "axes": schema.MAX_AXES,
+        "bytes of a manifest": manifests.MAX_MANIFEST_NBYTES,
+        "payloads of a publication": manifests.MAX_PAYLOADS,
         "frames of a publication": frames.MAX_FRAMES,
+        "tiles listed by all frames, each as often as it is listed": frames.MAX_LISTED_TILES,
+        "tiles spanned by all runs (bits of the bitmaps)": frames.MAX_SPANNED_TILES,
         "bytes of a head": MAX_HEAD_NBYTES,
     }.items():
         text = limits[what].replace(",", "")
         base, _, power = text.partition("^")
         assert int(base) ** int(power or 1) == value, what
+    assert manifests.MAX_HEAD_NBYTES == MAX_HEAD_NBYTES
 
 
 def small_schema() -> Schema:
@@ -150,7 +160,20 @@ def manifest(s: Schema, records: list[FrameRecord], **changes: object) -> Manife
     digests = rows_of([bytes(16)] * len(ids))
     num = int(frame_table.columns["num_changed"].sum())
     m = Manifest(
-        "delta", "r", 1, 7, 6, b"b" * 16, s.digest, (1 << 40,), frame_table, ids, digests, digests, bytes(16), num
+        "delta",
+        "r",
+        1,
+        7,
+        6,
+        b"b" * 16,
+        s.digest,
+        (1 << 40,) if records else (),
+        frame_table,
+        ids,
+        digests,
+        digests,
+        bytes(16),
+        num,
     )
     return dataclasses.replace(m, **changes)  # type: ignore[arg-type]
 
@@ -202,7 +225,7 @@ def test_full_bytes_in_a_delta_and_odd_table_names_are_refused() -> None:
     s = small_schema()
     with pytest.raises(FormatError, match="full bytes in every"):
         decode_manifest(manifest(s, [record(s, "w", 1, (4,), 8)]).encoded, s)
-    root = {"what": "checkpoint", "base_version": -1, "base_digest": b"", "payload_nbytes": ()}
+    root = {"what": "checkpoint", "version": 0, "base_version": -1, "base_digest": b""}
     with pytest.raises(FormatError, match="named by 200 bytes"):
         decode_manifest(manifest(s, [], state_table=b"t" * 200, **root).encoded, s)
 
@@ -241,6 +264,8 @@ def test_a_manifest_is_asked_for_by_any_algorithm() -> None:
     sink.create(schema_key("r", s.digest), [s.encoded])
     sink.create(manifest_key("r", 7, 1), [m.encoded])
     assert PublicationReader(sink, "r").manifest(7, 1, m.digest).digest == m.digest
-    for wrong in (content_digest(m.encoded), m.digest[:-1], bytes(32), b""):
+    for wrong in (content_digest(m.encoded)[::-1], m.digest[:-1], bytes(32), b""):
         with pytest.raises(RefetchError, match="fetch it again"):
             PublicationReader(sink, "r").manifest(7, 1, wrong)
+    with pytest.raises(FormatError, match="by algorithm 1 and names algorithm 3"):
+        PublicationReader(sink, "r").manifest(7, 1, content_digest(m.encoded))

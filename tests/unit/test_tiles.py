@@ -89,6 +89,23 @@ def test_many_tiles_at_once_equal_one_by_one() -> None:
     assert together.tolist() == apart
 
 
+@given(shapes, st.sampled_from([1, 2, 4, 8]), st.sampled_from(["row", "last"]), st.integers(0, 1 << 32))
+def test_words_of_many_tiles_by_lines_equal_those_by_coordinates(
+    shape: tuple[int, ...], word_nbytes: int, cut: str, seed: int
+) -> None:
+    grid = make_grid(shape, word_nbytes, cut)
+    rng = np.random.default_rng(seed)
+    if not grid.num_tiles:
+        return
+    tiles = np.unique(rng.integers(0, grid.num_tiles, 9))
+    counts = rng.integers(1, 30, len(tiles))
+    words = np.repeat(grid.tile_words(tiles), counts)
+    positions = (rng.random(len(words)) * words).astype(np.uint32)
+    found = grid.flat_words(tiles.astype(np.uint32), counts, positions)
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, grid.flat_index(np.repeat(tiles, counts), positions))
+
+
 def test_spread_is_row_major() -> None:
     coords = spread(np.array([[1, 2, 3]]), np.array([[2, 3, 4]]), np.arange(24))
     assert [c.tolist() for c in coords] == [

@@ -163,6 +163,11 @@ def test_garbage_is_not_looked_at(sink: Path) -> None:
     assert read(sink, "golden-steps") == expected
     (other / "manifest").write_bytes(b"garbage")
     assert read(sink, "golden-steps") == expected
+    for epoch in ("e000000", "e999999"):  # copies of a base under keys that its body does not name
+        copy = sink / "golden-steps" / "v000000000001" / epoch
+        copy.mkdir()
+        (copy / "manifest").write_bytes((folder_of(sink, "golden-steps", 1) / "manifest").read_bytes())
+    assert read(sink, "golden-steps") == expected
 
 
 def test_example_of_the_text(tmp_path: Path) -> None:
@@ -439,6 +444,8 @@ EDITS: list[tuple[str, int, Edit, str]] = [("golden-steps", 1, other(**x), "fiel
     ("golden-steps", 1, cut("payload", 4), "rows of a column"),
     ("golden-steps", 1, cut("bitmap", 1), "rows of bitmap"),
     ("golden-steps", 1, cut("digest", 1), "rows of a column"),
+    ("golden-steps", 2, other(payload_nbytes=[1]), "payloads without frames"),
+    ("golden-steps", 2, other(payload_nbytes=[0] * 65_537), "number of payloads"),
     ("golden-steps", 0, other(payload_nbytes=[1]), "checkpoint"),
     ("golden-steps", 0, other(what="anchor"), "no object|state digests of the start"),
     ("golden-steps", 0, flipped("root"), "table of state digests"),
@@ -465,6 +472,23 @@ def test_forging_nothing_is_read(sink: Path) -> None:
         assert max(read(sink, run)) == version
 
 
+def test_keys_are_there_once(sink: Path) -> None:
+    body = body_of(sink, "golden-steps", 1)
+    for where, spec in ((body, tiny_reader.BODY), (body["frames"], tiny_reader.BODY["frames"])):
+        good = msgspec.msgpack.encode(where)
+        entries = good[3:] if good[0] == 0xDE else good[1:]
+        for name in where:
+            entry = msgspec.msgpack.encode(name) + msgspec.msgpack.encode(where[name])
+            assert entry in entries
+            twice = b"\xde" + (len(where) + 1).to_bytes(2, "big") + entries + entry
+            with pytest.raises(Refused, match="twice"):
+                tiny_reader.document(twice, spec, 2**20)
+        for header in (b"\xde" + len(where).to_bytes(2, "big"), b"\xdf" + len(where).to_bytes(4, "big")):
+            assert tiny_reader.document(header + entries, spec, 2**20) == where
+        with pytest.raises(Refused, match="size"):
+            tiny_reader.document(good, spec, len(good) - 1)
+
+
 def test_signatures(sink: Path) -> None:
     run = "golden-signed"
     for key in (b"", b"another key", KEY + b"."):
@@ -481,6 +505,7 @@ def test_signatures(sink: Path) -> None:
     forge(sink, "golden-anchor", 2, other(info={}), KEY)
     with pytest.raises(Refused, match="digest_algorithm"):
         read_run(sink, "golden-anchor", KEY, BASES["golden-anchor"])
+    assert list(read(sink, "golden-anchor")) == [2]  # without a key signatures mean nothing
 
 
 def test_wrong_base_is_refused(sink: Path) -> None:
@@ -498,6 +523,7 @@ GOOD_ROW: list[Any] = ["x", "F4", [4, 6], 0, 0, [], False, ["y"], "", ""]
 @pytest.mark.parametrize(
     ("at", "value"),
     [(0, ""), (0, "a\0b"), (0, "x" * 513), (0, b"x"), (0, "y"), (1, "F5"), (2, [-1]), (2, [2**24, 2**25]), (2, [1] * 9)]
+    + [(2, [2**24, 2**24])]
     + [(2, [2**48 + 1]), (2, [True]), (3, -2), (3, 2**31), (4, 2), (5, [1]), (5, [0, 1]), (5, [2**11, 2**10]), (6, 0)]
     + [(7, [""]), (7, ["z", "z"]), (7, ["x"]), (8, None), (9, 1), (5, [2**20 + 1, 1])],
 )
@@ -556,6 +582,7 @@ def test_dense_segments() -> None:
 MASK = b"\7" * 64
 ZSTD = zstandard.ZstdCompressor().compress(MASK)
 BARE = zstandard.ZstdCompressor(write_content_size=False).compress(MASK)
+WIDE = b"\x28\xb5\x2f\xfd\x80\x88\x40\0\0\0\x03\x02\0\x07"  # a run-length block under a window of 2^27 bytes
 SNAPPY = bytes(cramjam.snappy.compress_raw(MASK))
 LZ4 = b"\x1f\x07\x01\x00\x27\x50" + MASK[:5]
 
@@ -575,6 +602,9 @@ LZ4 = b"\x1f\x07\x01\x00\x27\x50" + MASK[:5]
         (3, u32s(len(ZSTD) - 1), ZSTD[:-1], "Zstd"),
         (3, u32s(len(ZSTD) + 1), ZSTD + b"\0", "Zstd"),
         (3, u32s(len(BARE)), BARE, "Zstd"),
+        (3, u32s(len(WIDE)), WIDE, ""),
+        (3, u32s(len(WIDE)), WIDE.replace(b"\x80\x88", b"\x80\x89"), "window of Zstd"),
+        (3, u32s(len(WIDE)), WIDE.replace(b"\x80\x88", b"\x81\x88"), "Zstd"),
         (3, u32s(64), MASK, "length of a block"),
         (5, u32s(len(LZ4)), LZ4, ""),
         (5, u32s(len(LZ4) - 1), LZ4[:-1], "block"),
