@@ -134,13 +134,13 @@ class Demo:
     digits: int = 5
     num_prompts: int = 32
     num_samples: int = 8
-    warmup_steps: int = 25
+    warmup_steps: int = 12
     warmup_lr: float = 3e-3
-    learn_steps: int = 160
+    learn_steps: int = 220
     learn_lr: float = 5e-4
-    fine_steps: int = 20
+    fine_steps: int = 25
     fine_lr: float = 1e-6
-    control_steps: int = 40
+    control_steps: int = 30
     seed: int = 1
     patience_s: float = 120.0
     show_every: int = 10

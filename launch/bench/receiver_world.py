@@ -40,7 +40,9 @@ class RankEngine(Engine):
         places: Layouts by canonical name.
     """
 
-    def __init__(self, live: dict[str, torch.Tensor], places: Mapping[str, Layout], schema: Schema, num_ranks: int) -> None:
+    def __init__(
+        self, live: dict[str, torch.Tensor], places: Mapping[str, Layout], schema: Schema, num_ranks: int
+    ) -> None:
         self.name, self.rank, self.num_ranks = "bench engine", 0, num_ranks
         self.live, self.places = live, places
         self._total = np.array([t.num_words for t in schema.tensors], dtype=np.int64)
@@ -135,7 +137,8 @@ class World:
 
     def draft(self, density: float, codec: str = "sparse", seed: int = 1) -> Manifest:
         """The next version with its payloads written, but with sums of 0: stage it to learn them."""
-        assert self.newest is not None and self.head is not None
+        assert self.newest is not None
+        assert self.head is not None
         records: list[FrameRecord] = []
         parts: list[list[bytes]] = [[] for _ in range(OWNERS)]
         offset = [0] * OWNERS
@@ -145,9 +148,7 @@ class World:
             for owner, frames in enumerate(self._layer(kind, density, codec, seed)):
                 for record, stored in frames:
                     ids = record.tensor_ids + np.uint32(shift)
-                    records.append(
-                        replace(record, payload=owner, offset=offset[owner], layer=layer, tensor_ids=ids)
-                    )
+                    records.append(replace(record, payload=owner, offset=offset[owner], layer=layer, tensor_ids=ids))
                     parts[owner].append(stored)
                     offset[owner] += len(stored)
         frames = make_table(records)
@@ -200,8 +201,9 @@ class World:
 def _owned(world: World, layer: int) -> list[list[tuple[int, np.ndarray]]]:
     """Tensor ids and tiles of a layer that each owner has, in id order."""
     out = []
+    few = replace(world.shape, num_layers=min(world.shape.num_layers, world.shape.num_dense + 1))
     for owner in range(OWNERS):
-        share = owner_share(world.shape, OWNERS, owner)
+        share = owner_share(few, OWNERS, owner)
         mine = [(world.schema.ids[s.name], tiles) for s, tiles in share if s.layer == layer]
         out.append(sorted(mine, key=lambda x: x[0]))
     return out
@@ -267,9 +269,7 @@ def build_world(shape: Shape, sink: Sink, device: str, *, tp: int = 4) -> World:
     placed, sizes = engine_rank(shape, tp, 0)
     specs = sorted(model_specs(shape), key=lambda t: (t.layer, t.word_nbytes, t.name))
     schema = Schema(RUN, tuple(specs))
-    places = {
-        p.spec.name: Layout(p.spec.shape, p.spec.word_nbytes, p.start, p.stop, (p.record,)) for p in placed
-    }
+    places = {p.spec.name: Layout(p.spec.shape, p.spec.word_nbytes, p.start, p.stop, (p.record,)) for p in placed}
     kinds = {layer: min(layer, 0 if layer < shape.num_dense else shape.num_dense) for layer in range(shape.num_layers)}
     kinds[-1] = -1
     live: dict[str, torch.Tensor] = {}

@@ -218,7 +218,8 @@ def _entry(target: Target, found: list[Found]) -> dict[str, Any]:
         "met": all(f.met for f in found),
         "device": _joined(f.measured.row["device"] for f in found if f.measured),
         "commit": _joined(f.measured.row["commit"] for f in found if f.measured),
-        "conditions": f"{target.title}; weights and masks are synthetic. " + " ".join(_sentence(f, shown=f is deciding) for f in found),
+        "conditions": f"{target.title}; weights and masks are synthetic. "
+        + " ".join(_sentence(f, shown=f is deciding) for f in found),
     }
 
 

@@ -131,7 +131,8 @@ def share_of(s: Settings, task: Sorting, samples: Samples) -> tuple[torch.Tensor
 
 def padded_length(s: Settings) -> int:
     """Losses a sequence, a multiple of what context and sequence parallelism cut."""
-    unit = 2 * s.parallel.cp * s.parallel.tp
+    p = s.parallel
+    unit = (2 * p.cp if p.cp > 1 else 1) * (p.tp if p.sequence_parallel else 1)
     return -(-2 * s.demo.digits // unit) * unit
 
 

@@ -106,8 +106,8 @@ class SampleFolder:
         path = self._folder / "last"
         return int(path.read_text()) if path.exists() else None
 
-    def wait(self, ready: Callable[[], Any], what: str) -> None:
-        """Wait until something is ready.
+    def wait(self, ready: Callable[[], Any], what: str, look_s: float = _LOOK_S) -> None:
+        """Wait until something is ready, looking every so many seconds.
 
         Raises:
             TimeoutError: After the patience.
@@ -116,7 +116,7 @@ class SampleFolder:
         while not ready():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {self._patience_s:.0f} s for {what} ({self._folder}): does it still run?")
-            time.sleep(_LOOK_S)
+            time.sleep(look_s)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"batch-{number:06d}.safetensors"

@@ -249,4 +249,3 @@ def check_planes(
             raise FormatError(
                 f"sparse frame: a dense segment has {found[at]} changed words, its count is {counts[dense][at]}"
             )
-

@@ -117,8 +117,8 @@ def launch_walk(
     *,
     sums: int,
     write: bool = True,
-    block: int = 256,
-    num_warps: int = 2,
+    block: int | None = None,
+    num_warps: int | None = None,
 ) -> None:
     """Launches the kernels of a plan; arguments already checked.
 

@@ -205,7 +205,9 @@ def _all_blind(binding: Binding, staged: Staged) -> bool:
     blind = any(p.blind for p in staged.placed)
     with vote(binding.engine, "way of proof") as ballot:
         ballot.data = bytes([2 * blind + (not staged.placed)])
-    found = {b[0] >> 1 for b in ballot.result if b and not b[0] & 1}  # a rank without a changed word goes with the others
+    found = {
+        b[0] >> 1 for b in ballot.result if b and not b[0] & 1
+    }  # a rank without a changed word goes with the others
     if len(found) > 1:
         raise PlanError(
             f"version {staged.manifest.version}: ranks of {binding.engine.name} chose backends that prove in different ways; "

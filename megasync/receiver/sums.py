@@ -38,9 +38,15 @@ class Sums:
 
     def over(self, ids: np.ndarray) -> np.ndarray:
         """Totals of the tensors ``ids`` (ascending, uint64 ``[len(ids), 2]``); sums of other tensors are left out."""
-        out = np.zeros((len(ids), 2), dtype=np.uint64)
-        if len(ids) and len(self.ids):
-            at = np.minimum(np.searchsorted(ids, self.ids), len(ids) - 1)
+        num = len(ids)
+        if num and len(self.ids) >= num and np.array_equal(self.ids[:num], ids):
+            # What a backend that sums by tensor gives: searching and adding 100,000 rows one by one takes longer than an
+            # update writes.
+            out = self.lanes[:num].copy()
+            return out if len(self.ids) == num else out + Sums(self.ids[num:], self.lanes[num:]).over(ids)
+        out = np.zeros((num, 2), dtype=np.uint64)
+        if num and len(self.ids):
+            at = np.minimum(np.searchsorted(ids, self.ids), num - 1)
             mine = ids[at] == self.ids
             np.add.at(out, at[mine], self.lanes[mine])
         return out

@@ -28,7 +28,6 @@ from megasync.versions.head import claim, move_head, write_manifest
 from megasync.versions.lineage import Lineage, start_lineage
 from megasync.versions.publication import PublicationReader
 
-
 _CREATE_S = 7 * 86_400.0  # the payload is made while it is written, and that takes as long as it takes
 
 

@@ -87,7 +87,7 @@ def rebuild(
                 writer.xor(entries)
         with Checkpoint(partial) as made:
             _compare(schema, made, wanted)
-        os.replace(partial, out_dir)
+        partial.rename(out_dir)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

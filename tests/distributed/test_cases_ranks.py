@@ -60,7 +60,9 @@ class Late:
 CASES = {
     "overlapped gather": Late(training=_OVERLAP),
     "virtual stages": Late(layout={"pp": 2, "chunks": 2}, training=_OVERLAP, ranks=4),
-    "unused module": Late(model={"vocab_size": 144}, training=_OVERLAP | {"weight_decay": 0.5}, spare=True, evaluate=True),
+    "unused module": Late(
+        model={"vocab_size": 144}, training=_OVERLAP | {"weight_decay": 0.5}, spare=True, evaluate=True
+    ),
     "expert bias": Late(
         "glm_moe",
         {"num_layers": 2, "num_experts": 4, "qk_norm": True, "expert_bias": True, "shared_ffn_hidden_size": 16},

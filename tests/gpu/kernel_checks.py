@@ -22,6 +22,7 @@ from megasync.kernels.scatter_stream import EntryRing, scatter_xor_streamed_
 from megasync.kernels.walk import audit_, dense_sums_, dense_xor_
 from megasync.kernels.walk_plan import plan_audit, plan_dense
 from megasync.tiles import make_grid
+from tests.gpu import compact_cases, walk_cases
 from tests.gpu import kernel_cases as cases
 
 
@@ -54,17 +55,17 @@ def compact(
     tiny: bool = False,
 ) -> None:
     """Planes, sums and snapshot of every span; a second pass finds nothing."""
-    case = cases.compact_case(w, density, seed, device, tiny, pinned)
-    want, sums = cases.compact_oracle(case)
+    case = compact_cases.compact_case(w, density, seed, device, tiny, pinned)
+    want, sums = compact_cases.compact_oracle(case)
     lanes = torch.zeros((len(case.shapes), 4), dtype=torch.int64, device=device)
     parts = list(compact_(case.plan, case.snapshot, lanes, span_nbytes=span_nbytes))
-    got = cases.join([p.planes for p in parts])
+    got = compact_cases.join([p.planes for p in parts])
     assert torch.equal(got.counts, want.counts)
     assert torch.equal(got.entries, want.entries)
     assert torch.equal(got.dense, want.dense)
     assert [cases.as_lanes(r) for r in lanes.cpu()] == sums
-    assert cases.updated(case)
-    again = cases.join([p.planes for p in compact_(case.plan, case.snapshot, lanes)])
+    assert compact_cases.updated(case)
+    again = compact_cases.join([p.planes for p in compact_(case.plan, case.snapshot, lanes)])
     assert int(again.counts.sum()) == 0
     assert [cases.as_lanes(r) for r in lanes.cpu()] == sums
 
@@ -77,12 +78,12 @@ def compact_tiny(device: str) -> None:
 
 def walk(device: str, w: int, density: float, seed: int = 0, tiny: bool = False) -> None:
     """Audit, dense XOR with sums, audit again, and the XOR undone."""
-    case = cases.walk_case(w, density, seed, device, tiny)
+    case = walk_cases.walk_case(w, density, seed, device, tiny)
     plan = plan_audit(case.records)
     lanes = torch.zeros((len(case.tensors), 4), dtype=torch.int64, device=device)
     audit_(plan, lanes)
-    assert [cases.as_lanes(r)[0] for r in lanes.cpu()] == cases.audit_oracle(case)
-    after, sums = cases.oracle(cases.dense_as_scatter(case))
+    assert [cases.as_lanes(r)[0] for r in lanes.cpu()] == walk_cases.audit_oracle(case)
+    after, sums = cases.oracle(walk_cases.dense_as_scatter(case))
     before = {k: v.clone() for k, v in case.storages.items()}
     dense = plan_dense(case.tiles, case.offsets, case.records)
     assert dense.fast

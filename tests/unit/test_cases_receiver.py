@@ -190,7 +190,7 @@ def test_case_29_a_generation_keeps_its_weights_until_its_last_token() -> None:
     applier = Applier(engine, publisher.sink, ApplyConfig(workers=1))
     applier.join()
     publisher.delta(changed(words, 0.9))
-    started, paused = threading.Event(), threading.Event()
+    started, paused, resumed = threading.Event(), threading.Event(), threading.Event()
     tokens: list[torch.Tensor] = []
 
     def generate() -> None:
@@ -201,6 +201,8 @@ def test_case_29_a_generation_keeps_its_weights_until_its_last_token() -> None:
                 tokens.append(x)
                 started.set()
                 paused.wait(10)
+                if len(tokens) == 1:
+                    resumed.wait(0.3)  # the update may not get that far before the last token
             assert version == 0
 
     wait_for_turn = engine.pause
@@ -209,7 +211,13 @@ def test_case_29_a_generation_keeps_its_weights_until_its_last_token() -> None:
         paused.set()  # the update has come this far while the first token was made
         wait_for_turn()
 
-    engine.pause = pause  # type: ignore[method-assign]
+    go_on = engine.resume
+
+    def resume(version: int) -> None:
+        go_on(version)
+        resumed.set()
+
+    engine.pause, engine.resume = pause, resume  # type: ignore[method-assign]
     generating = threading.Thread(target=generate)
     generating.start()
     assert started.wait(10)

@@ -14,6 +14,7 @@ from megasync.kernels.compact_plan import plan_compact
 from megasync.kernels.compact_runs import PIECE_VECTORS, Region, in_order, runs_of
 from megasync.kernels.planes import WORD_DTYPES, segments_of
 from megasync.kernels.scatter_plan import Tiles
+from tests.gpu import compact_cases
 from tests.gpu import kernel_cases as cases
 from tests.gpu import kernel_checks as checks
 
@@ -30,7 +31,7 @@ def _memory(address: int, nbytes: int) -> np.ndarray:
 
 @pytest.mark.parametrize("w", [1, 2, 4, 8])
 def test_pieces_name_every_owned_word_once_with_its_live_and_old_bytes(w: int) -> None:
-    case = cases.compact_case(w, 0.3, seed=7)
+    case = compact_cases.compact_case(w, 0.3, seed=7)
     plan = case.plan
     _, _, words = segments_of(plan.tiles.words)
     seen = [np.zeros(n, dtype=np.int64) for n in words]
@@ -86,15 +87,15 @@ def test_a_staging_slot_has_the_old_bytes_of_its_span(w: int) -> None:
 
 
 def test_several_plans_in_one_pipeline() -> None:
-    one, two = cases.compact_case(1, 0.01, 1), cases.compact_case(2, 0.01, 2)
+    one, two = compact_cases.compact_case(1, 0.01, 1), compact_cases.compact_case(2, 0.01, 2)
     shared = torch.cat((one.snapshot, two.snapshot))
     moved = [Region(r.tile, r.start, r.live, r.snapshot_offset + one.snapshot.numel()) for r in two.plan.regions]
     plan = plan_compact(2, two.shapes, two.plan.tiles, moved, shared.numel())
     lanes = [torch.zeros((len(c.shapes), 4), dtype=torch.int64) for c in (one, two)]
     parts = list(compact_jobs_([(one.plan, lanes[0]), (plan, lanes[1])], shared, span_nbytes=300_000))
     for job, case in enumerate((one, two)):
-        want, sums = cases.compact_oracle(case)
-        got = cases.join([p.planes for p in parts if p.job == job])
+        want, sums = compact_cases.compact_oracle(case)
+        got = compact_cases.join([p.planes for p in parts if p.job == job])
         assert torch.equal(got.entries, want.entries)
         assert [cases.as_lanes(r) for r in lanes[job]] == sums
 

@@ -154,7 +154,7 @@ def test_damaged_payloads_are_found_and_never_applied(
     status, report = run(capsys, "verify", tmp_path / "s")
     assert status == 1
     assert report["runs"][0]["faults"]
-    status, result = run(capsys, "apply", tmp_path / "v0", "--sink", tmp_path / "s", "--out", tmp_path / "o")
+    status, _ = run(capsys, "apply", tmp_path / "v0", "--sink", tmp_path / "s", "--out", tmp_path / "o")
     assert status != 0
     assert not list(tmp_path.glob("o*"))
 
