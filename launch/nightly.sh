@@ -24,7 +24,8 @@ megatron() {
     printf '%s\n' "$stamp" > "$folder/.stamp"
   fi
   PYTHONPATH="$PWD/$folder" .venv/bin/python -c 'import megatron.core as m; assert m.__version__.startswith("0.19"), m' || return 1
-  PYTHONPATH="$PWD/$folder" .venv/bin/python -m pytest -q --timeout=300 tests/distributed/test_exporter_*.py \
+  PYTHONPATH="$PWD/$folder" .venv/bin/python -m pytest -q --timeout=300 \
+    -W "ignore:absl.logging is not installed:UserWarning" tests/distributed/test_exporter_*.py \
     tests/distributed/test_main_job.py tests/distributed/test_megatron_model.py tests/distributed/test_cases_ranks.py
 }
 

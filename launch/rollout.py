@@ -28,14 +28,12 @@ from launch.demo.sampler import build_model, checkpoint_of, generate
 from launch.demo.samples import Made, SampleFolder, Samples
 from launch.demo.sorting import Sorting
 from launch.settings import Episode, Settings, episodes
+from megasync import Applier, Sink, open_sink
 from megasync.adapters.torch_module_hf import TransformersEngine
 from megasync.manifest import Manifest
-from megasync.receiver.applier import Applier
 from megasync.receiver.ledger import Ledger
 from megasync.receiver.results import UpdateResult
 from megasync.receiver.route import steps
-from megasync.sinks.base import Sink
-from megasync.sinks.registry import open_sink
 from megasync.versions.publication import PublicationReader
 
 Record = Callable[[dict[str, Any]], None]

@@ -28,7 +28,7 @@ from launch.checks import check
 from launch.compose import CONFIGS, register, settings_of
 from launch.demo.progress import Progress
 from launch.settings import Settings, episodes
-from megasync.sinks.registry import open_sink
+from megasync import open_sink
 
 
 def train_all(s: Settings) -> None:

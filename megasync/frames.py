@@ -129,18 +129,20 @@ class FrameTable:
         return frame, self.runs["tensor_id"][run], tiles.astype(np.uint32)
 
     @cached_property
-    def _tile_bounds(self) -> np.ndarray:
+    def tile_bounds(self) -> np.ndarray:
+        """Rows of ``touched`` by frame: frame ``i`` has those from ``[i]`` to ``[i + 1]``."""
         return np.searchsorted(self.touched[0], np.arange(len(self) + 1))
 
     @cached_property
-    def _plane_bounds(self) -> np.ndarray:
+    def plane_bounds(self) -> np.ndarray:
+        """Rows of ``plane_nbytes`` by frame, as ``tile_bounds``."""
         return np.concatenate(([0], np.cumsum(self.columns["num_planes"], dtype=np.int64)))
 
     @cached_property
     def nbytes(self) -> np.ndarray:
         """Stored bytes of each frame, int64 ``[F]``."""
         total = np.concatenate(([0], np.cumsum(self.plane_nbytes, dtype=np.int64)))
-        return np.diff(total[self._plane_bounds])
+        return np.diff(total[self.plane_bounds])
 
     def record(self, i: int) -> FrameRecord:
         """Frame ``i``."""
@@ -166,8 +168,8 @@ class FrameTable:
         """Plain numbers of all frames: picking them one by one out of arrays is most of what a record would cost."""
         names = ("payload", "offset", "codec", "word_nbytes", "layer", "num_changed")
         return (
-            self._tile_bounds.tolist(),
-            self._plane_bounds.tolist(),
+            self.tile_bounds.tolist(),
+            self.plane_bounds.tolist(),
             self.digests.tobytes(),
             [self.columns[n].tolist() for n in names],
         )

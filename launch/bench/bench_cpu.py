@@ -46,6 +46,7 @@ from megasync.versions.changes import contiguous
 from megasync.versions.encode import EncodedDelta, encode
 from megasync.versions.head import claim
 from megasync.versions.lineage import start_lineage
+from megasync.versions.publication import PublicationReader
 
 TARGETS = {"encode": 3.0, "apply": 15.0}
 RUN = "bench"
@@ -163,6 +164,8 @@ def apply_samples(config: CpuBench, schema: Schema, sink: MemorySink, out: RowWr
             version += 1
             result, took = timed(lambda v=version: applier.update(v))  # type: ignore[misc]
             if sample >= 0:
+                _, decoding = timed(lambda v=version: decode(sink, v))  # type: ignore[misc]
+                add(out, "decode", schema, sample, density, decoding, result.fetched_nbytes)
                 more = {"stage_s": result.stage_s, "pause_s": result.pause_s, "changed": result.num_written}
                 add(out, "apply", schema, sample, density, took, result.fetched_nbytes, **more)
     applier.audit()
@@ -170,6 +173,15 @@ def apply_samples(config: CpuBench, schema: Schema, sink: MemorySink, out: RowWr
     into = torch.zeros(_COPY_NBYTES, dtype=torch.uint8)
     _, took = timed(lambda: [into[: len(p)].copy_(p) for t in engine.tensors().values() for p in t.split(_COPY_NBYTES)])
     add(out, "copy", schema, 0, 0.0, took, schema.nbytes)
+
+
+def decode(sink: MemorySink, version: int) -> int:
+    """Fetch, check and decode a version once more, and nothing else: the part of ``apply`` that comes before places."""
+    reader = PublicationReader(sink, RUN)
+    newest = reader.newest()
+    assert newest is not None
+    manifest = next(m for m in reader.chain(newest, version - 1) if m.version == version)
+    return sum(entries.num_changed for _, entries in reader.entries(manifest))
 
 
 def add(

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from launch.bench import receiver_world
 from launch.bench.gpu_rank import Report
-from launch.bench.receiver_world import World, build_world
+from launch.bench.receiver_world import build_world
 from launch.bench.rows import RESULTS, RowWriter, Timed
 from launch.bench.workload import Shape
 from megasync.config import ApplyConfig
@@ -30,7 +31,7 @@ from megasync.receiver import applier as applier_module
 from megasync.receiver.applier import Applier
 from megasync.receiver.audit import audit
 from megasync.receiver.backend import Backend
-from megasync.receiver.bind import Binding, bind
+from megasync.receiver.bind import bind
 from megasync.receiver.ledger import as_lanes
 from megasync.receiver.scatter import ScatterBackend
 from megasync.receiver.scatter_placed import ScatterPlaced
@@ -127,7 +128,7 @@ def events(work: Any, num: int = 5) -> float:
 
 def run_scatter(bench: Bench, report: Report, num: int) -> None:
     """P5, P1 and P1b through the applier."""
-    backend = ScatterBackend(bench.binding)
+    backend = ScatterBackend(bench.binding, processes=bench.workers)
     manifests = [bench.publish(backend) for _ in range(1)]
     applier = bench.applier(backend)
     live = bench.world.live_nbytes
@@ -179,9 +180,7 @@ def run_scatter(bench: Bench, report: Report, num: int) -> None:
     assert applier.audit().version == num + 1
     print(f"P1 {plain / floor:.3f} x floor; P1b {np.median(rows['pause']) / floor:.3f} x floor", flush=True)
     applier.rollback()
-    if num % 2 == 0:
-        return
-    bench.world.newest = manifests[-1]
+    applier.close()
 
 
 def _floor(placed: ScatterPlaced) -> float:
@@ -278,8 +277,7 @@ def _wall(work: Any) -> float:
 
 
 def run_serving(bench: Bench, report: Report, tokens: int = 300) -> None:
-    """P12: a decoder with a captured graph, alone and while versions are staged."""
-    backend = ScatterBackend(bench.binding)
+    """P12: a decoder with a captured graph, alone and while versions are staged, by processes and by threads."""
     big = sorted(bench.world.engine.live.values(), key=lambda t: -t.numel())[:24]
     views = [t[: t.numel() // 12288 * 12288].view(torch.bfloat16).view(-1, 6144) for t in big]
     x = torch.randn(6144, 1, dtype=torch.bfloat16, device="cuda")
@@ -299,52 +297,51 @@ def run_serving(bench: Bench, report: Report, tokens: int = 300) -> None:
             out.append(time.perf_counter() - started)
         return out
 
+    def token(case: str, found: list[float], **more: object) -> None:
+        p50, p99 = np.percentile(found, (50, 99)).tolist()
+        report.add(case, found, nbytes_in=0, nbytes_out=0, p99_s=p99, **more)
+        print(f"{case}: p50 {p50 * 1e3:.3f} ms, p99 {p99 * 1e3:.3f} ms, {more}", flush=True)
+
     decode(20)
-    alone = decode(tokens)
-    reader = PublicationReader(bench.world.sink, receiver_world.RUN)
-    manifest = bench.world.newest
-    assert manifest is not None
-    for workers in (bench.workers, 4, 1):
-        stop = threading.Event()
-        staged: list[float] = []
-
-        def body(workers: int = workers, stop: threading.Event = stop, staged: list[float] = staged) -> None:
-            from concurrent.futures import ThreadPoolExecutor
-
-            with ThreadPoolExecutor(workers) as pool:
-                while not stop.is_set():
-                    found = stage(
-                        bench.binding,
-                        backend,
-                        reader,
-                        manifest,
-                        pool if workers > 1 else None,
-                        limit_nbytes=1 << 40,
-                        read_live=True,
-                        in_flight=2 * workers,
-                    )
-                    staged.append(found.stage_s)
-
-        thread = threading.Thread(target=body)
+    token("P12 token alone", decode(tokens))
+    for processes, workers in ((bench.workers, bench.workers), (4, 4), (1, 1), (0, 4), (0, 1)):
+        backend = ScatterBackend(bench.binding, processes=processes)
+        before = torch.cuda.mem_get_info()[0]
+        stop, staged = threading.Event(), []
+        thread = threading.Thread(target=_stage_on, args=(bench, backend, workers, stop, staged))
         thread.start()
-        time.sleep(0.2)
+        time.sleep(0.5)
         beside = decode(tokens)
         stop.set()
         thread.join()
-        for name, found in (("P12 token alone", alone), (f"P12 token beside staging, {workers} workers", beside)):
-            p50, p99 = np.percentile(found, (50, 99))
-            report.add(
-                name,
-                found,
-                nbytes_in=0,
-                nbytes_out=0,
-                workers=workers,
-                p99_s=float(p99),
-                stage_s=float(np.median(staged)),
+        token(
+            f"P12 token beside staging, {f'{processes} processes' if processes else f'{workers} threads'}",
+            beside,
+            stage_s=float(np.median(staged)),
+            hbm_nbytes=before - torch.cuda.mem_get_info()[0],
+        )
+        if backend.workers is not None:
+            backend.workers.close()
+
+
+def _stage_on(bench: Bench, backend: ScatterBackend, workers: int, stop: threading.Event, staged: list[float]) -> None:
+    """Stage the newest version again and again."""
+    reader = PublicationReader(bench.world.sink, receiver_world.RUN)
+    manifest = bench.world.newest
+    assert manifest is not None
+    with ThreadPoolExecutor(workers) as pool:
+        while not stop.is_set():
+            found = stage(
+                bench.binding,
+                backend,
+                reader,
+                manifest,
+                pool if workers > 1 else None,
+                limit_nbytes=1 << 40,
+                read_live=True,
+                in_flight=2 * workers,
             )
-            print(
-                f"{name}: p50 {p50 * 1e3:.3f} ms, p99 {p99 * 1e3:.3f} ms, a stage {np.median(staged):.3f} s", flush=True
-            )
+            staged.append(found.stage_s)
 
 
 def main() -> None:
@@ -378,6 +375,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["Bench", "Binding", "World", "main"]

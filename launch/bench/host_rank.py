@@ -63,7 +63,8 @@ class HostEngine(Engine):
         self._layouts = {
             p.spec.name: Layout(p.spec.shape, p.spec.word_nbytes, p.start, p.stop, (p.record,)) for p in placed
         }
-        self._live = {name: torch.zeros(nbytes, dtype=torch.uint8) for name, nbytes in storages.items()}
+        # numpy asks for huge pages, torch does not: with small ones every few words cost a walk of the page table.
+        self._live = {name: torch.from_numpy(np.zeros(nbytes, np.uint8)) for name, nbytes in storages.items()}
 
     def layouts(self, schema: Schema) -> Mapping[str, Layout]:
         """See ``Engine.layouts``."""

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from math import exp
 
 from launch.bench.report_measures import Measure, Measured
 from launch.bench.report_rows import NotMeasuredError, Results, stat
-from launch.bench.rows import Row
 
 ENTRIES = 94_600_000
 """Changed bytes of one TP4 rank's shard: 0.085 % of 111.25 GB."""
-
-# What the library does by default, where rows do not say so themselves with "as chosen".
-PINNED_CHUNK = "chunks of 8 Mi"
-AUDIT_LAUNCH = "block 256 x 2"
 
 
 def apply_ms(case: str) -> Measure:
@@ -38,11 +32,7 @@ def apply_ms(case: str) -> Measure:
 
 
 apply_in_hbm = apply_ms("P1 apply, entries in HBM")
-
-
-def apply_pinned(results: Results) -> Measured:
-    """P1 from pinned memory, in chunks as the library cuts them."""
-    return apply_ms(results.chosen("apply-gpu", "P1 apply, entries pinned", PINNED_CHUNK))(results)
+apply_pinned = apply_ms("P1 apply, entries pinned, as chosen")
 
 
 def touched_old(results: Results) -> Measured:
@@ -59,24 +49,17 @@ def apply_proved(results: Results) -> Measured:
     return Measured(found.value, found.floor, found.row, said, found.short)
 
 
-def bf16_ms_per_gb(rate: float, case: str = "as chosen") -> Measure:
+def bf16_ms_per_gb(rate: float) -> Measure:
     """A BF16 list with a share of its elements changed (P6)."""
 
     def measure(results: Results) -> Measured:
-        rows = results.take("apply-gpu", f"P6 bf16 {rate:.1%}, {case}")
-        per_gb = 1e3 / (bf16_nbytes(rows[0]) / 1e9)
-        floor = stat(results.take("apply-gpu", f"P6 floor, bf16 {rate:.1%} of elements"), "seconds").p50 * per_gb
-        said = f"{rows[0]['nbytes_out'] // 4 / 1e6:.1f} M elements of {bf16_nbytes(rows[0]) / 1e9:.2f} GB, kernel, digests off"
-        return Measured(stat(rows, "seconds").scaled(per_gb), floor, rows[0], said)
+        rows = results.take("apply-gpu", f"P6 bf16 {rate:.1%}, as chosen")
+        nbytes = rows[0]["weights_nbytes"]
+        floor = stat(results.take("apply-gpu", f"P6 floor, bf16 {rate:.1%} of elements"), "seconds").p50 * 1e12 / nbytes
+        said = f"{rows[0]['nbytes_out'] // 4 / 1e6:.1f} M elements of {nbytes / 1e9:.2f} GB, kernel, digests off"
+        return Measured(stat(rows, "seconds").scaled(1e12 / nbytes), floor, rows[0], said)
 
     return measure
-
-
-def bf16_nbytes(row: Row) -> int:
-    """Bytes of the BF16 list: a column where the row has it, else from drawing with replacement, ``k = n (1 - e^-p)``."""
-    if "weights_nbytes" in row:
-        return int(row["weights_nbytes"])
-    return round(row["nbytes_out"] // 4 / (1 - exp(-row["density"]))) * 2
 
 
 def audit_class(results: Results, case: str) -> Measured:
@@ -117,4 +100,4 @@ def num_digits(case: str) -> int:
 
 def audit_classes(results: Results) -> list[str]:
     """Cases of the audit as the library launches it, one a class of layout."""
-    return [c for c in results.cases("audit-gpu", "P8 ") if c.endswith((f", {AUDIT_LAUNCH}", ", as chosen"))]
+    return [c for c in results.cases("audit-gpu", "P8 ") if c.endswith(", as chosen")]

@@ -48,6 +48,18 @@ def not_measured(reason: str) -> Measure:
     return measure
 
 
+def first(*measures: Measure) -> Measure:
+    """The first of several ways to measure the same that has rows; the reason of the first where none has."""
+
+    def measure(results: Results) -> Measured:
+        for each in measures:
+            if found := value_of(each, results):
+                return found
+        return measures[0](results)
+
+    return measure
+
+
 def smaller(found: int, named: int) -> str:
     """Why weights of ``found`` bytes do not count for a target that names ``named``; empty where they do."""
     return "" if found > 0.95 * named else f"{found / 1e9:.3g} GB, the target names {named / 1e9:.3g}"

@@ -6,6 +6,7 @@ Before it: the benchmarks, through ``rows.RowWriter``. After it: report_measures
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ WRITTEN_BY = {
     "mask-gpu": "bench_mask",
     "payload-cpu": "bench_payload",
     "plan-moe-445gb-cpu": "bench_plan",
+    "receiver-gpu": "bench_receiver",
     "trainer-gpu": "bench_trainer",
     "trainer-gpu-connections1": "bench_trainer",
 }
@@ -71,6 +73,11 @@ def stat(rows: Sequence[Row], value: str | Callable[[Row], float]) -> Stat:
     return Stat(p50, p20, p80, len(values))
 
 
+def commit_of(row: Row) -> str:
+    """The commit that a row was taken at; a copy of the tree without history could not tell."""
+    return row["commit"] if re.fullmatch(r"[0-9a-f]{7,40}\+?", row["commit"]) else "not recorded"
+
+
 class Results:
     """All rows of a folder.
 
@@ -117,11 +124,6 @@ class Results:
             named = ", ".join(f"{k} {v!r}" for k, v in wanted.items())
             raise NotMeasuredError(f"{file}.jsonl has no rows with {named} (python -m launch.bench.{WRITTEN_BY[file]})")
         return rows
-
-    def chosen(self, file: str, case: str, default: str) -> str:
-        """The case with the library's own choice: the one that says so, else the one of its known default."""
-        named = f"{case}, as chosen"
-        return named if named in self.cases(file) else f"{case}, {default}"
 
     def cases(self, file: str, prefix: str = "") -> list[str]:
         """Cases of a file in the order they were taken, none where the file is missing."""

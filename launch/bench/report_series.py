@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from launch.bench import report_apply, report_trainer
+from launch.bench import report_receiver as receiver
 from launch.bench.report_measures import Measure, Measured, value_of
-from launch.bench.report_rows import Results, Stat, stat
+from launch.bench.report_rows import Results, stat
 from launch.bench.rows import Row
 
 
@@ -17,11 +18,14 @@ def bf16_by_rate(results: Results) -> list[tuple[float, Measured]]:
     return [(rate, f) for rate in rates if (f := value_of(report_apply.bf16_ms_per_gb(rate), results))]
 
 
-def dense_xor(results: Results) -> Stat | None:
-    """Dense XOR of a ready mask that touches every sector, no sums, in ms a GB: what a decoder's output would still cost."""
-    rows = [r for c in results.cases("audit-gpu", "dense XOR of a layer, 50") for r in results.take("audit-gpu", c)]
-    rows = [r for r in rows if "sums 0, block 256 x 2" in r["case"]]
-    return stat(rows, lambda r: r["seconds"] * 1e12 / r["nbytes_in"]) if rows else None
+def bf16_peers(results: Results) -> list[tuple[str, Measured]]:
+    """What one would do instead of a scatter apply, in ms a GB, from the same run."""
+    found = []
+    for case in results.cases("apply-gpu", "P6 peer: "):
+        rows = results.take("apply-gpu", case)
+        each = stat(rows, lambda r: r["seconds"] * 1e12 / r["weights_nbytes"])
+        found.append((f"{rows[0]['density']:.1%}, {case.removeprefix('P6 peer: ')}", Measured(each, None, rows[0])))
+    return found
 
 
 def stages(results: Results) -> list[tuple[str, Measured]]:
@@ -29,14 +33,19 @@ def stages(results: Results) -> list[tuple[str, Measured]]:
     asked: list[tuple[str, Measure]] = [
         ("trainer, beside the step: mask pass, snapshot in HBM", report_trainer.mask_pass("device")),
         ("trainer, beside the step: mask pass, snapshot pinned", report_trainer.mask_pass("host")),
+        ("trainer, beside the step: its kernels alone, HBM", report_trainer.mask_kernels("device")),
+        ("trainer, beside the step: its kernels alone, pinned", report_trainer.mask_kernels("host")),
         ("trainer, behind: entries to host memory", report_trainer.sync_ms("landing_s")),
         ("trainer, behind: codec", report_trainer.sync_ms("codec_s")),
         ("trainer, step end to payload durable", report_trainer.durable),
         ("trainer, step end to head moved", report_trainer.sync_ms("head_s")),
-        ("receiver, while decoding: touched-old check", report_apply.touched_old),
-        ("receiver, pause: apply, entries in HBM", report_apply.apply_in_hbm),
-        ("receiver, pause: apply, entries pinned", report_apply.apply_pinned),
-        ("receiver, pause: apply, sums, comparison, read-back", report_apply.apply_proved),
+        ("receiver, while decoding: staging, all checks", receiver.case_ms("P5 staging, as called")),
+        ("receiver, while decoding: touched-old check alone", report_apply.touched_old),
+        ("receiver, pause: scatter apply, entries in HBM", report_apply.apply_in_hbm),
+        ("receiver, pause: scatter apply, entries pinned", report_apply.apply_pinned),
+        ("receiver, pause: scatter apply with all proofs", report_apply.apply_proved),
+        ("receiver, pause: whole, through Applier", receiver.pause),
+        ("receiver, pause: dense codec through two slots", receiver.case_ms("P7 two slots, total")),
     ]
     return [(name, found) for name, measure in asked if (found := value_of(measure, results))]
 

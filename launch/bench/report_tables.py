@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from launch.bench.report_apply import audit_class, audit_classes
+from launch.bench.report_apply import audit_class, audit_classes, num_digits
 from launch.bench.report_figures import FIGURES
 from launch.bench.report_measures import Measured
-from launch.bench.report_rows import Results, stat
-from launch.bench.report_series import bf16_by_rate, cpu_by_density, payload_by_case, stages
+from launch.bench.report_rows import Results, commit_of, stat
+from launch.bench.report_series import bf16_by_rate, bf16_peers, cpu_by_density, payload_by_case, stages
 from launch.bench.report_targets import TARGETS, Found, Target
 from launch.bench.rows import Row, table
 
@@ -89,7 +89,10 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[st
         "Scatter apply of BF16 weights, kernel alone, entries in HBM, by the share of elements that changed (the floor"
         " XORs the same words at ready-made addresses):",
         ["changed", "ms a GB of weights", "floor", "x floor"],
-        [_beside(f"{rate:.1%}", found) for rate, found in bf16_by_rate(results)],
+        [
+            *(_beside(f"{rate:.1%}", found) for rate, found in bf16_by_rate(results)),
+            *(_beside(f"peer: {name}", found) for name, found in bf16_peers(results)),
+        ],
     )
     yield (
         "One sync of the article's workload by stage (what runs beside training or decoding costs no pause):",
@@ -122,7 +125,11 @@ def _payload(case: str, by_codec: dict[str, Row], codecs: Sequence[str]) -> list
 
 def _audit(results: Results, case: str) -> list[str]:
     found = audit_class(results, case)
-    return [case.removeprefix("P8 ").rpartition(", block")[0], f"{found.row['nbytes_in'] / 1e9:.1f}", spread(found)]
+    digits = num_digits(case)
+    layout = (
+        "as in the checkpoint" if digits == 1 else "stacked, cut or interleaved" if digits == 2 else "128x4 swizzle"
+    )
+    return [f"{layout}, {case[3:14]}", f"{found.row['nbytes_in'] / 1e9:.1f}", spread(found)]
 
 
 def _cpu(rows: list[Row]) -> list[str]:
@@ -144,5 +151,5 @@ def _where(results: Results) -> str:
     for name, rows in results.files.items():
         r = rows[0]
         versions = ", ".join(f"{k} {r[k]}" for k in ("driver", "cuda", "torch", "triton", "numpy") if r.get(k))
-        lines.append(f"- `{name}.jsonl`: {r['device']}, {versions}, commit {r['commit'][:12]}, {len(rows)} rows")
+        lines.append(f"- `{name}.jsonl`: {r['device']}, {versions}, commit {commit_of(r)[:12]}, {len(rows)} rows")
     return "Where the samples were taken:\n\n" + "\n".join(lines) if lines else ""

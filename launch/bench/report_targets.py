@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from launch.bench import report_apply, report_cpu, report_trainer
+from launch.bench import report_apply, report_cpu, report_receiver, report_trainer
 from launch.bench.report_apply import audit_share, num_digits
 from launch.bench.report_cpu import LARGE_NBYTES, payload_over_bound, payload_over_peer
-from launch.bench.report_measures import SHARE_NBYTES, Measure, Measured, not_measured
-from launch.bench.report_rows import NotMeasuredError, Results
+from launch.bench.report_measures import SHARE_NBYTES, Measure, Measured, first, not_measured
+from launch.bench.report_rows import NotMeasuredError, Results, commit_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,10 @@ class Target:
         return found
 
 
+def _mask(place: str) -> Measure:
+    return first(report_trainer.mask_pass(place), report_trainer.mask_kernels(place))
+
+
 _NO_ROWS = "no benchmark in launch/bench has written rows of it"
 
 TARGETS = (
@@ -119,7 +123,9 @@ TARGETS = (
         ),
     ),
     Target(
-        "P1b", "the same with all proofs", (Part("in the pause", "ms", 1.6, report_apply.apply_proved, of_floor=True),)
+        "P1b",
+        "the same with all proofs",
+        (Part("in the pause", "ms", 1.6, first(report_receiver.pause, report_apply.apply_proved), of_floor=True),),
     ),
     Target(
         "P1c",
@@ -130,8 +136,8 @@ TARGETS = (
         "P2",
         "trainer: mask, compaction, digests, snapshot update",
         (
-            Part("busy with the snapshot in HBM", "ms", 1.5, report_trainer.mask_pass("device"), of_floor=True),
-            Part("busy with the snapshot in pinned memory", "ms", 1.3, report_trainer.mask_pass("host"), of_floor=True),
+            Part("busy with the snapshot in HBM", "ms", 1.5, _mask("device"), of_floor=True),
+            Part("busy with the snapshot in pinned memory", "ms", 1.3, _mask("host"), of_floor=True),
             Part("stream held with the snapshot in HBM", "ms", 0.5, report_trainer.stream_held("device")),
             Part("stream held with the snapshot in pinned memory", "ms", 0.5, report_trainer.stream_held("host")),
             Part(
@@ -161,14 +167,17 @@ TARGETS = (
             Part("over CPU Zstd-1 in 1 MiB frames", "x", 1.0, payload_over_peer),
         ),
     ),
-    Target("P5", "receiver preparation on 16 cores", (Part("arenas warm", "s", 0.3, not_measured(_NO_ROWS)),)),
+    Target("P5", "receiver preparation on 16 cores", (Part("arenas warm", "s", 0.3, report_receiver.staging),)),
     Target(
         "P6", "bf16, 2 % of elements", (Part("kernel, digests off", "ms/GB", 0.33, report_apply.bf16_ms_per_gb(0.02)),)
     ),
     Target(
         "P7",
         "dense codecs through two slots",
-        (Part("total over the larger of decoder and XOR", "x", 1.15, not_measured(_NO_ROWS)),),
+        (
+            Part("total over the larger of decoder and XOR", "x", 1.15, report_receiver.two_slots),
+            Part("HBM beyond weights and slots", "MB", 64.0, report_receiver.slots_beyond),
+        ),
     ),
     Target(
         "P8",
@@ -196,7 +205,7 @@ TARGETS = (
         ),
     ),
     Target("P11", "end to end on one host", (Part("callback to first token", "s", 1.0, not_measured(_NO_ROWS)),)),
-    Target("P12", "while staging", (Part("token latency p99 slower", "%", 2.0, not_measured(_NO_ROWS)),)),
+    Target("P12", "while staging", (Part("token latency p99 slower", "%", 2.0, report_receiver.token_slowdown),)),
 )
 
 
@@ -217,7 +226,7 @@ def _entry(target: Target, found: list[Found]) -> dict[str, Any]:
         "floor": _round(measured.floor if measured else None),
         "met": all(f.met for f in found),
         "device": _joined(f.measured.row["device"] for f in found if f.measured),
-        "commit": _joined(f.measured.row["commit"] for f in found if f.measured),
+        "commit": _joined(commit_of(f.measured.row) for f in found if f.measured),
         "conditions": f"{target.title}; weights and masks are synthetic. "
         + " ".join(_sentence(f, shown=f is deciding) for f in found),
     }

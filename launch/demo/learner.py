@@ -24,10 +24,8 @@ from launch.demo.sorting import Sorting, advantages
 from launch.megatron_model import MegatronRun, build
 from launch.megatron_setup import Layout, TinyModel, Training
 from launch.settings import Episode, Model, Settings
-from megasync.adapters.megatron import MegatronExporter
+from megasync import MegasyncCallback, MegatronExporter, Sink
 from megasync.adapters.names_hf import table
-from megasync.sinks.base import Sink
-from megasync.trainer.callback import MegasyncCallback
 
 Record = Callable[[dict[str, Any]], None]
 

@@ -18,7 +18,7 @@ from megasync.errors import TaintedError, UndoneError
 from megasync.receiver.backend import Backend
 from megasync.receiver.bind import Binding
 from megasync.receiver.engine import Derivation
-from megasync.receiver.ledger import check_after
+from megasync.receiver.ledger import check_after, check_own
 from megasync.receiver.stage import Proven
 from megasync.receiver.status import Status, StatusFile
 from megasync.receiver.sums import Sums
@@ -87,13 +87,18 @@ def apply(
                 binding.engine.resume(proven.base_version)
         raise
     try:
-        (found,) = tally(
-            binding,
-            f"write of version {version}",
-            proven.ids,
-            lambda: [_write(binding, backend, proven, groups, status, pool)],
-        )
-        check_after(binding.schema, version, proven.ids, proven.after, found)
+        if proven.own is None:
+            (found,) = tally(
+                binding,
+                f"write of version {version}",
+                proven.ids,
+                lambda: [_write(binding, backend, proven, groups, status, pool)],
+            )
+            check_after(binding.schema, version, proven.ids, proven.after, found)
+        else:
+            with vote(binding.engine, f"write of version {version}"):
+                mine = Sums.join(_write(binding, backend, proven, groups, status, pool))
+                check_own(binding.schema, version, proven.own[1], mine)
     except BaseException as error:
         if isinstance(error, TaintedError):  # of this rank, or of another: the engine is one whole
             if status.now.state != "tainted":
@@ -192,4 +197,5 @@ def reverse(proven: Proven) -> Proven | None:
     """
     if proven.base is None:
         return None
-    return Proven(proven.staged, proven.ledger, proven.base, proven.ids, proven.after, proven.before)
+    own = None if proven.own is None else (proven.own[1], proven.own[0])
+    return Proven(proven.staged, proven.ledger, proven.base, proven.ids, proven.after, proven.before, own)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,10 @@ from megasync.manifest import Manifest
 from megasync.receiver.sums import Sums
 from megasync.schema import Schema
 from megasync.types import Entries
-from megasync.versions.publication import decode_frame
+from megasync.versions.publication import PublicationReader, decode_frame
+
+if TYPE_CHECKING:
+    from megasync.receiver.fetch import Range
 
 T = TypeVar("T")
 
@@ -110,6 +113,15 @@ class Placing:
     def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:
         """See ``Backend.place``; thread-safe."""
         return self.backend.place(frames)
+
+    def place_range(self, reader: PublicationReader, span: Range) -> list[Placed] | None:
+        """Read and place a whole range of frames, elsewhere than on this thread; thread-safe.
+
+        Returns:
+            What is placed; None where the range is to be read here and given to ``place``, also where something is wrong
+            with it.
+        """
+        return None
 
     def finish(self) -> list[Placed]:
         """What is placed once all frames were given; called once, after the last ``place`` has returned."""

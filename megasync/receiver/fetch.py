@@ -108,6 +108,7 @@ def fetch(
     in_flight: int = 4,
     fetched: Fetched | None = None,
     scale: int = 1,
+    whole: Callable[[Range], T | None] | None = None,
 ) -> Generator[T, None, None]:
     """Read frames and hand them on.
 
@@ -121,6 +122,8 @@ def fetch(
         in_flight: Ranges read ahead of the one whose result is taken.
         fetched: Counts are added to it.
         scale: Of the ranges, see ``plan_ranges``.
+        whole: Called with each range before it is read, in the place of ``consume``; where it gives None, the range is
+            read and consumed as usual.
 
     Yields:
         Results of ``consume``, in the order of the ranges.
@@ -134,6 +137,9 @@ def fetch(
 
     def work(span: Range) -> tuple[T, Fetched]:
         mine = Fetched()
+        done = None if whole is None else whole(span)
+        if done is not None:
+            return done, Fetched(span.nbytes, len(span.frames))
         return consume(list(_read(reader, schema, manifest, span, mine))), mine
 
     def take(result: tuple[T, Fetched]) -> T:

@@ -23,13 +23,16 @@ from megasync.manifest import Manifest
 from megasync.receiver.backend import Backend, FetchedFrame, Placed, Placing
 from megasync.receiver.bind import Binding
 from megasync.receiver.cpu import CpuBackend
+from megasync.receiver.fetch import Range
 from megasync.receiver.scatter_arena import ArenaPool
 from megasync.receiver.scatter_layout import device_layout
 from megasync.receiver.scatter_passes import Passes
 from megasync.receiver.scatter_placed import ScatterPlaced
 from megasync.receiver.scatter_queue import WorkQueue
 from megasync.receiver.scatter_stage import Loader
+from megasync.receiver.scatter_workers import WorkerPool
 from megasync.receiver.sums import Sums
+from megasync.versions.publication import PublicationReader
 
 EntriesIn = Literal["hbm", "pinned"]
 
@@ -46,12 +49,14 @@ class ScatterMemory:
         planes_nbytes: Their twins in HBM.
         ring_nbytes: Slots in HBM through which pinned entries pass (dense segments take as much again by the word).
         records_nbytes: Record tables in HBM.
+        shared_nbytes: Memory shared with worker processes, at most.
     """
 
     pinned_nbytes: int
     planes_nbytes: int
     ring_nbytes: int
     records_nbytes: int
+    shared_nbytes: int
 
     @property
     def device_nbytes(self) -> int:
@@ -67,6 +72,9 @@ class ScatterBackend(Backend):
         device: Where its weights live; found by itself where they are all on one GPU, or all in host memory.
         entries_in: ``hbm`` copies staged entries to the device; ``pinned`` leaves them in pinned memory, takes a fixed
             ring in HBM instead, and copies them inside the pause, overlapped with the scatter.
+        processes: Worker processes that read, decode and pack frames, so that staging takes neither the interpreter of an
+            engine that is decoding nor turns of its own threads; 0 does it on threads of this process. As many work at
+            once as the receiver has threads (``ApplyConfig.workers``).
         timeout_s: Longest that queued device work may take before the engine counts as tainted.
 
     Raises:
@@ -85,6 +93,7 @@ class ScatterBackend(Backend):
         *,
         device: torch.device | None = None,
         entries_in: EntriesIn = "hbm",
+        processes: int = 0,
         timeout_s: float = 60.0,
     ) -> None:
         self.binding = binding
@@ -103,6 +112,7 @@ class ScatterBackend(Backend):
             else {}
         )
         self._passes = {w: Passes(self._rings.get(w)) for w in self.layout.words}
+        self.workers = WorkerPool(self.layout.view, processes) if processes else None
 
     def begin(self, manifest: Manifest, frames: np.ndarray) -> Placing:
         """See ``Backend.begin``."""
@@ -134,6 +144,7 @@ class ScatterBackend(Backend):
             self.arenas.device_nbytes,
             sum(rings),
             self.layout.nbytes,
+            0 if self.workers is None else self.workers.host_nbytes,
         )
 
 
@@ -144,6 +155,9 @@ class ScatterPlacing(Placing):
         super().__init__(backend)
         self._scatter = backend
         self._loader = Loader(backend.layout, backend.arenas, manifest, frames)
+        host = backend.host
+        self._on_host = frozenset() if host is None else frozenset(host.binding.frames_of(manifest).tolist())
+        self._manifest = manifest
         # Staging that is given up leaves nothing behind.
         self._finalizer = weakref.finalize(self, backend.arenas.give, self._loader.arenas)
 
@@ -155,6 +169,13 @@ class ScatterPlacing(Placing):
             return []
         mine = [f for f in frames if host.binding.needs(f.record.tensor_ids, f.record.tiles).any()]
         return host.place(mine)
+
+    def place_range(self, reader: PublicationReader, span: Range) -> list[Placed] | None:
+        """See ``Placing.place_range``: by a worker process, where there are some and nothing of it is on the host."""
+        workers = self._scatter.workers
+        if workers is None or not self._on_host.isdisjoint(span.frames):
+            return None
+        return [] if workers.stage(reader, self._manifest, span, self._loader) else None
 
     def finish(self) -> list[Placed]:
         """See ``Placing.finish``: one ``Placed`` for all that lives on the device."""

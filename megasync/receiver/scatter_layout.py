@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from megasync.kernels.records import PackedRecords, RecordLike, pack_records
+from megasync.kernels.scatter_plan import TILE_HEAD
 from megasync.layout.modes import Remap
 from megasync.receiver.bind import Binding
 from megasync.receiver.leads import Held, clip
+from megasync.receiver.scatter_view import StageView, WordView
 from megasync.tiles import TileGrid
 from megasync.types import Box
 
@@ -93,6 +95,40 @@ class DeviceLayout:
         return ((starts < low) | (starts + extents > high)).any(axis=1)
 
     @cached_property
+    def view(self) -> StageView:
+        """What staging needs, as plain arrays."""
+        schema = self.binding.schema
+        num = np.diff(schema.first_tile)
+        ids = np.repeat(np.arange(len(schema.tensors)), num)
+        tiles = np.arange(int(schema.first_tile[-1])) - schema.first_tile[ids]
+        keep = self.binding.needs(ids, tiles) & (self.row[ids] >= 0)
+        partly = self.partly & keep
+        return StageView(
+            schema.first_tile,
+            schema.tile_words(ids, tiles),
+            keep,
+            partly,
+            *self.boxes,
+            self.row,
+            {w: _word_view(x) for w, x in self.words.items()},
+            TILE_HEAD,
+            self.device.type == "cpu",
+            {i: self._held_boxes(i) for i in np.unique(ids[partly]).tolist()},
+        )
+
+    def _held_boxes(self, tensor_id: int) -> np.ndarray:
+        """Boxes of a tensor's leading records, in words, padded like ``boxes``."""
+        reading = self.binding.held[tensor_id].reading
+        ndim = self.boxes[0].shape[1]
+        out = np.zeros((len(reading.records), 2, ndim), dtype=np.int64)
+        out[:, 1] = 1
+        for box, r in zip(out, reading.records, strict=True):
+            scale = reading.units_per_word(r)
+            for side, x in zip(box, (r.start, r.stop), strict=True):
+                side[ndim - len(x) :] = (*x[:-1], x[-1] // scale)
+        return out
+
+    @cached_property
     def share(self) -> dict[int, float]:
         """Of the canonical bytes of the tensors of each word size, how much this rank holds."""
         schema, held = self.binding.schema, self.binding.held
@@ -107,6 +143,18 @@ class DeviceLayout:
         """Bytes of all record tables on the device."""
         packs = [p for x in self.words.values() for p in packs_of(x)]
         return sum(g.table.numel() * 8 for p in packs for g in p.groups)
+
+
+def _word_view(words: WordLayout) -> WordView:
+    rows = np.arange(len(words.ids))
+    groups = tuple(
+        tuple(
+            np.stack([np.searchsorted(g.owners, rows, side=s) for s in ("left", "right")]).astype(np.int32)  # type: ignore[call-overload]
+            for g in pack.groups
+        )
+        for pack in packs_of(words)
+    )
+    return WordView(words.places.num_axes, len(words.ids), groups)
 
 
 def packs_of(words: WordLayout) -> list[PackedRecords]:

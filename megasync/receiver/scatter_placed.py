@@ -21,8 +21,9 @@ from megasync.receiver.scatter_arena import Arena, ArenaPool
 from megasync.receiver.scatter_layout import DeviceLayout, WordLayout, packs_of
 from megasync.receiver.scatter_passes import Passes, Progress
 from megasync.receiver.scatter_queue import WorkQueue
+from megasync.receiver.scatter_rows import Piece
 from megasync.receiver.scatter_stage import Load
-from megasync.receiver.scatter_tables import Piece, join_pieces
+from megasync.receiver.scatter_tables import join_pieces
 from megasync.receiver.sums import Sums
 from megasync.schema import names_of
 
@@ -173,17 +174,18 @@ class ScatterPlaced(Placed):
         return self._result()[0]
 
     def write_(self) -> Sums:
-        """See ``Placed.write_``: write and read-back are queued together, and waited for once."""
+        """See ``Placed.write_``: the sums are of what the write itself found in each word and left there; replicas and
+        copies are read afterwards. All is queued together, and waited for once."""
         with self.queue.running(after_all=True):
             self._clear()
             for unit in self._units:
                 assert unit.proven is not None, "prove() comes before write_()"
                 unit.places.lanes.zero_()
-                unit.passes.write(unit.places.plan, unit.planes, unit.progress, unit.places.lanes, self._faults)
+                unit.passes.write(unit.places.plan, unit.planes, unit.progress, unit.places.lanes)
                 self._read(unit, places=False)
             self._fetch()
             self.queue.wait()
-        return self._result()[0]
+        return self._result(written=True)[1]
 
     def undo_(self) -> None:
         """See ``Placed.undo_``: what was launched is XORed again, newest first; a launch of which nobody knows whether it
@@ -234,7 +236,8 @@ class ScatterPlaced(Placed):
         self._flags[:1].copy_(self._faults, non_blocking=True)
         self._flags[1:].copy_(self._differ, non_blocking=True)
 
-    def _result(self) -> tuple[Sums, Sums]:
+    def _result(self, *, written: bool = False) -> tuple[Sums, Sums]:
+        """Sums of the live words as they were found, and after the XOR; replicas are only read, after a write as new."""
         faults, differ = self._flags.tolist()
         if faults:
             raise FormatError(f"{faults} staged entries break the format (position past the end, or value 0)")
@@ -243,8 +246,8 @@ class ScatterPlaced(Placed):
         before, after = self._primary.sums()
         if not self._has_replicas:
             return before, after
-        replica = self._replica.sums()
-        return Sums.join((before, replica[0])), Sums.join((after, replica[1]))
+        found, will_be = self._replica.sums()
+        return Sums.join((before, found)), Sums.join((after, found if written else will_be))
 
     def _differing(self) -> str:
         ids = [

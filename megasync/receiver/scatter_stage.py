@@ -16,14 +16,14 @@ import numpy as np
 
 from megasync.codecs.base import FrameShape
 from megasync.codecs.sparse import SparseCodec
-from megasync.codecs.sparse_batch import RawFrames, check_planes, unpack_frames
+from megasync.codecs.sparse_batch import RawFrames, unpack_frames
 from megasync.errors import FormatError
 from megasync.manifest import Manifest
 from megasync.receiver.backend import FetchedFrame
 from megasync.receiver.scatter_arena import Arena, ArenaPool
-from megasync.receiver.scatter_cover import num_covered
+from megasync.receiver.scatter_keep import choose, fill
 from megasync.receiver.scatter_layout import DeviceLayout
-from megasync.receiver.scatter_tables import Piece, make_piece
+from megasync.receiver.scatter_rows import Piece
 
 MIN_ENTRIES = 1 << 18
 """Entries, and mask words, that an arena is asked to have room for beyond what is sure: a range more than expected."""
@@ -39,6 +39,27 @@ class Room:
     num_entries: int = 0
     num_dense: int = 0
     num_pieces: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    """Room for the planes of one piece.
+
+    Attributes:
+        entries: uint8 ``[2 + w, n]``, in an arena.
+        masks: uint8 ``[w, m]``, in an arena.
+        first_entry: Where they begin.
+        first_dense: Where masks begin.
+        key: Word size and number of the arena.
+        number: Place in the order of the arena's pieces.
+    """
+
+    entries: np.ndarray
+    masks: np.ndarray
+    first_entry: int
+    first_dense: int
+    key: tuple[int, int]
+    number: int
 
 
 @dataclass
@@ -109,36 +130,36 @@ class Loader:
 
     def _keep(self, raw: RawFrames) -> None:
         """Copy the kept tiles' planes into an arena and make their table rows."""
-        schema = self.layout.binding.schema
-        at = schema.first_tile[raw.tensor_ids] + raw.tiles
-        keep = self.layout.binding.needs(raw.tensor_ids, raw.tiles) & (self.layout.row[raw.tensor_ids] >= 0)
-        if not keep.any():
+        choice = choose(self.layout.view, raw)
+        if choice is None:
             return
-        sparse = np.where(raw.dense, 0, raw.counts)
-        masks = np.where(raw.dense, raw.segments.words, 0)
-        spans = [_spans(raw, keep, n) for n in (sparse, masks)]
-        num_entries, num_dense = (sum(b - a for _, a, b in s) for s in spans)
-        arena, first_entry, first_dense, key, number = self._reserve(raw.word_nbytes, num_entries, num_dense)
-        entries = arena.entries.numpy()[:, first_entry : first_entry + num_entries]
-        dense = arena.dense.numpy()[:, first_dense : first_dense + num_dense]
-        for rows, planes, chosen in ((entries, raw.entries, spans[0]), (dense, raw.masks, spans[1])):
-            if chosen:
-                for row, plane in zip(rows, planes, strict=True):
-                    np.concatenate([plane[f][a:b] for f, a, b in chosen], out=row)
-        mine = np.flatnonzero(keep[raw.segment_tile])
-        check_planes(entries, dense, raw.counts[mine], raw.segments.words[mine], raw.dense[mine], raw.word_nbytes)
-        piece = make_piece(self.layout, raw, keep, at, mine, first_entry, first_dense)
-        changed = int(piece.counts.sum())
-        if self.layout.partly[at[keep]].any():
-            changed = num_covered(self.layout.binding, raw, keep & self.layout.partly[at], entries, dense, mine) + int(
-                np.add.reduceat(raw.counts, raw.segments.first)[keep & ~self.layout.partly[at]].sum()
-            )
+        room = self._reserve(raw.word_nbytes, choice.num_entries, choice.num_dense)
+        piece, changed = fill(self.layout.view, raw, choice, room.entries, room.masks)
+        self._put(room, piece, changed)
+
+    def put(self, word_nbytes: int, entries: np.ndarray, masks: np.ndarray, piece: Piece, changed: int) -> None:
+        """Take planes and rows that another process made. Thread-safe.
+
+        Args:
+            word_nbytes: Word size.
+            entries: uint8 ``[2 + w, n]``, copied.
+            masks: uint8 ``[w, m]``, copied.
+            piece: Its rows, the planes at the start of an arena.
+            changed: Changed words that this rank holds.
+        """
+        room = self._reserve(word_nbytes, entries.shape[1], masks.shape[1])
+        room.entries[:] = entries
+        room.masks[:] = masks
+        self._put(room, piece, changed)
+
+    def _put(self, room: _Reserved, piece: Piece, changed: int) -> None:
+        moved = piece.moved(room.first_entry, room.first_dense)
         with self._lock:
-            self._pieces.setdefault(key, []).append((number, piece))
+            self._pieces.setdefault(room.key, []).append((room.number, moved))
             self._num_changed += changed
 
-    def _reserve(self, w: int, num_entries: int, num_dense: int) -> tuple[Arena, int, int, tuple[int, int], int]:
-        """Room in the newest arena of a word size, or in a new one; and the place of what is put there in the order."""
+    def _reserve(self, w: int, num_entries: int, num_dense: int) -> _Reserved:
+        """Room in the newest arena of a word size, or in a new one."""
         with self._lock:
             room = self._rooms.setdefault(w, Room())
             entries, dense = room.num_entries + num_entries, room.num_dense + num_dense
@@ -155,7 +176,14 @@ class Loader:
                 entries, dense = num_entries, num_dense
             first = room.num_entries, room.num_dense
             room.num_entries, room.num_dense, room.num_pieces = entries, dense, room.num_pieces + 1
-            return room.arenas[-1], *first, (w, len(room.arenas) - 1), room.num_pieces
+            arena, number = room.arenas[-1], room.num_pieces
+        return _Reserved(
+            arena.entries.numpy()[:, first[0] : entries],
+            arena.dense.numpy()[:, first[1] : dense],
+            *first,
+            (w, len(room.arenas) - 1),
+            number,
+        )
 
 
 def _expected(layout: DeviceLayout, manifest: Manifest, frames: np.ndarray) -> dict[int, int]:
@@ -181,19 +209,3 @@ def _unpack(frames: Sequence[FetchedFrame]) -> RawFrames:
         [f.stored for f in frames],
         np.array([r.plane_nbytes for r in records], dtype=np.int64),
     )
-
-
-def _spans(raw: RawFrames, keep: np.ndarray, num: np.ndarray) -> list[tuple[int, int, int]]:
-    """Frame, first and end in the frame's planes of each run of kept tiles, where ``num`` counts each segment's part."""
-    tile = np.add.reduceat(num, raw.segments.first)
-    end = np.cumsum(tile)
-    starts_frame = np.ones(len(keep), dtype=bool)
-    starts_frame[1:] = raw.frame_of[1:] != raw.frame_of[:-1]
-    before = (end - tile)[np.flatnonzero(starts_frame)][raw.frame_of]
-    first = keep.copy()
-    first[1:] &= ~keep[:-1] | starts_frame[1:]
-    last = keep.copy()
-    last[:-1] &= ~keep[1:] | starts_frame[1:]
-    a, b = (end - tile - before)[first], (end - before)[last]
-    used = b > a
-    return list(zip(raw.frame_of[first][used].tolist(), a[used].tolist(), b[used].tolist(), strict=True))

@@ -21,7 +21,7 @@ from megasync.errors import MemoryPlanError, PlanError
 from megasync.manifest import Manifest
 from megasync.receiver.backend import Backend, FetchedFrame, Placed, run_all
 from megasync.receiver.bind import Binding
-from megasync.receiver.fetch import Fetched, fetch
+from megasync.receiver.fetch import Fetched, Range, fetch
 from megasync.receiver.ledger import Ledger, check_before, proven_ids, said_sums
 from megasync.receiver.sums import Sums
 from megasync.receiver.tally import tally
@@ -61,6 +61,8 @@ class Proven:
         ids: Tensors whose sums were compared.
         before: uint64 ``[K, 2]``, totals of the live words at the touched positions.
         after: The same as they will be.
+        own: This rank's part of both, replicas included; None where it is not known. With it a write is compared on each
+            rank by itself, and ranks tell each other one word instead of all sums, inside the pause.
     """
 
     staged: Staged
@@ -69,6 +71,7 @@ class Proven:
     ids: np.ndarray
     before: np.ndarray
     after: np.ndarray
+    own: tuple[Sums, Sums] | None = None
 
     @property
     def base_version(self) -> int:
@@ -126,6 +129,10 @@ def stage(
     def place(frames: Sequence[FetchedFrame]) -> tuple[list[Placed], list[tuple[Sums, Sums]]]:
         return proven(placing.place(frames))
 
+    def whole(span: Range) -> tuple[list[Placed], list[tuple[Sums, Sums]]] | None:
+        placed = placing.place_range(reader, span)
+        return None if placed is None else proven(placed)
+
     def add(placed: list[Placed], sums: list[tuple[Sums, Sums]]) -> None:
         total.placed += placed
         total.sums += sums
@@ -148,6 +155,7 @@ def stage(
             in_flight=in_flight,
             fetched=fetched,
             scale=backend.range_scale,
+            whole=whole if backend.threads else None,
         )
     ) as results:
         for result in results:
@@ -182,18 +190,21 @@ def prove(binding: Binding, ledger: Ledger, staged: Staged, pool: ThreadPoolExec
 
     blind = _all_blind(binding, staged)
 
+    own: list[Sums] = []
+
     def body() -> list[list[Sums]]:
         sums = staged.sums
         if sums is None:
             sums = run_all(pool, [p.prove for p in staged.placed if not p.blind])
-        return [[before for before, _ in sums], [after for _, after in sums]]
+        own.extend(Sums.join(x[k] for x in sums) for k in (0, 1))
+        return [[x] for x in own]
 
     before, after = tally(binding, f"proof of the base of version {staged.manifest.version}", ids, body)
     if blind:
         before, after = said_sums(ledger, staged.manifest, ids)
     else:
         check_before(binding.schema, ledger, staged.manifest, ids, before, after)
-    return Proven(staged, ledger, after_ledger, ids, before, after)
+    return Proven(staged, ledger, after_ledger, ids, before, after, None if blind else (own[0], own[1]))
 
 
 def _all_blind(binding: Binding, staged: Staged) -> bool:

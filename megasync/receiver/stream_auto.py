@@ -9,10 +9,12 @@ installed are refused before any write. Must import nothing above the backends.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 
 from megasync.codecs.dense import BlockCodec
 from megasync.codecs.registry import codecs
@@ -25,6 +27,7 @@ from megasync.receiver.stream_decode import make_decoder, why_not
 from megasync.receiver.stream_placed import StreamPlaced
 from megasync.receiver.sums import Sums
 
+_MAX_PROCESSES = 8
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +47,7 @@ class AutoBackend(Backend):
 
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
-        self.scatter = ScatterBackend(binding)
+        self.scatter = ScatterBackend(binding, processes=default_processes(binding))
         self.name = self.scatter.name
         self._stream: StreamBackend | None = None
         self._asked = False
@@ -90,3 +93,10 @@ class AutoBackend(Backend):
             else:
                 self._stream = StreamBackend(self.binding, make_decoder(name, device), device)
         return self._stream or self.scatter
+
+
+def default_processes(binding: Binding) -> int:
+    """Worker processes of staging that ``auto`` takes: this GPU's share of the host's cores, 8 at most; none without a GPU."""
+    if not any(d.type == "cuda" for d in binding.devices):
+        return 0
+    return max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // max(torch.cuda.device_count(), 1)))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from threading import RLock
 
 import numpy as np
 import torch
@@ -24,54 +22,9 @@ from megasync.codecs.nvcomp_library import NvcompLibrary, find_library
 from megasync.codecs.zero_run import BLOCK_KINDS, MAX_BLOCK_NBYTES, BlockKind, decode_into
 from megasync.errors import FormatError, MissingPackageError, PlanError
 from megasync.receiver.stream_plan import Step
+from megasync.receiver.stream_room import Room
 
 PLACES = 2
-_GRAIN = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Host memory for encoded blocks that the device reads by itself.
-
-    Attributes:
-        view: uint8 ``[nbytes]``, writable.
-        owner: What keeps it alive.
-    """
-
-    view: np.ndarray
-    owner: object
-
-
-class RoomPool:
-    """Rooms of one decoder, used again from version to version. Thread-safe."""
-
-    def __init__(self, decoder: BlockDecoder) -> None:
-        self._decoder = decoder
-        self._free: list[Room] = []
-        self._lock = RLock()
-        self.nbytes = 0
-
-    def take(self, nbytes: int) -> Room:
-        """A free room that is large enough, else a new one in the place of a free one that is too small."""
-        with self._lock:
-            self._free.sort(key=lambda r: len(r.view))
-            found = next((r for r in self._free if len(r.view) >= nbytes), None)
-            if found is not None:
-                self._free.remove(found)
-                return found
-            if self._free:
-                gone = self._free.pop()
-                self.nbytes -= len(gone.view)
-                self._decoder.close_room(gone)
-                del gone
-            made = self._decoder.make_room(-(-max(nbytes, 1) // _GRAIN) * _GRAIN)
-            self.nbytes += len(made.view)
-            return made
-
-    def give(self, room: Room) -> None:
-        """Take a room back; nothing queued may read it any more."""
-        with self._lock:
-            self._free.append(room)
 
 
 class BlockDecoder(ABC):

@@ -20,8 +20,9 @@ from megasync.kernels.walk import dense_sums_, dense_xor_
 from megasync.receiver.backend import Placed
 from megasync.receiver.scatter_layout import DeviceLayout, packs_of
 from megasync.receiver.scatter_queue import WorkQueue
-from megasync.receiver.stream_decode import PLACES, BlockDecoder, Room, RoomPool
+from megasync.receiver.stream_decode import PLACES, BlockDecoder
 from megasync.receiver.stream_plan import Step, on_device
+from megasync.receiver.stream_room import Room, RoomPool
 from megasync.receiver.sums import Sums
 from megasync.schema import names_of
 

@@ -60,15 +60,14 @@ def tally(
 def _count(binding: Binding, ids: np.ndarray, columns: Sequence[Sums], mine: np.ndarray) -> _Count:
     """Primaries' sums, and for every mirrored slice among ``ids`` that this rank has a side of, its own sums of it."""
     rows: list[int] = []
-    lanes: list[np.ndarray] = []
+    keys: list[int] = []
     rank = binding.engine.rank
     for n, m in enumerate(binding.mirrors):
-        if rank not in (m.replica, m.primary) or not _contains(ids, m.tensor_id):
-            continue
-        key = binding.replica_id(m.tensor_id) if rank == m.replica else m.tensor_id
-        rows.append(n)
-        lanes.append(np.stack([c.over(np.array([key]))[0] for c in columns]))
-    packed = np.stack(lanes) if lanes else np.empty((0, len(columns), 2), np.uint64)
+        if rank in (m.replica, m.primary) and _contains(ids, m.tensor_id):
+            rows.append(n)
+            keys.append(binding.replica_id(m.tensor_id) if rank == m.replica else m.tensor_id)
+    wanted, which = np.unique(np.array(keys, dtype=np.int64), return_inverse=True)
+    packed = np.stack([c.over(wanted)[which] for c in columns], axis=1)
     return _Count(mine.astype("<u8").tobytes(), np.array(rows, dtype="<i8").tobytes(), packed.astype("<u8").tobytes())
 
 

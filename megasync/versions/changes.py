@@ -95,7 +95,15 @@ def compare(old: np.ndarray, new: np.ndarray) -> Differences:
     if whole < len(old):
         index = np.flatnonzero(old[whole:] != new[whole:]) + whole
         found.append(Differences(index, old[index], new[index]))
-    return found[0] if len(found) == 1 else _joined(found, old.dtype)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        return Differences(np.empty(0, np.int64), old[:0], old[:0])
+    return Differences(
+        np.concatenate([d.index for d in found]),
+        np.concatenate([d.old for d in found]),
+        np.concatenate([d.new for d in found]),
+    )
 
 
 def contiguous(words: np.ndarray) -> np.ndarray:
@@ -132,14 +140,6 @@ def _flags() -> np.ndarray:
     if found is None:
         found = _local.flags = np.empty(_CHUNK_UNITS, dtype=bool)
     return found
-
-
-def _joined(parts: list[Differences], word: np.dtype) -> Differences:
-    return Differences(
-        np.concatenate([np.empty(0, np.int64), *(d.index for d in parts)]),
-        np.concatenate([np.empty(0, word), *(d.old for d in parts)]),
-        np.concatenate([np.empty(0, word), *(d.new for d in parts)]),
-    )
 
 
 def compact(old: np.ndarray, new: np.ndarray) -> np.ndarray:

@@ -104,8 +104,8 @@ def walk(device: str, w: int, density: float, seed: int = 0, tiny: bool = False)
 
 
 def walk_tiny(device: str) -> None:
-    """All word sizes; nibbles and odd layouts for bytes."""
-    for w in (1, 2, 4, 8):
+    """Bytes and 2-byte words: pieces of 4 and of 8 bytes. The other sizes run on a GPU."""
+    for w in (1, 2):
         walk(device, w, 0.01, tiny=True)
 
 

@@ -45,6 +45,11 @@ def scatter(binding: Binding) -> Backend:
     return ScatterBackend(binding)
 
 
+def processes(binding: Binding) -> Backend:
+    """Staged by worker processes."""
+    return ScatterBackend(binding, processes=2)
+
+
 def pinned(binding: Binding) -> Backend:
     """Entries read from pinned memory."""
     return ScatterBackend(binding, entries_in="pinned")
@@ -67,7 +72,7 @@ def sm_reading(binding: Binding) -> Backend:
     return made
 
 
-BACKENDS = pytest.mark.parametrize("backend", [scatter, pinned, sm, sm_reading])
+BACKENDS = pytest.mark.parametrize("backend", [scatter, processes, pinned, sm, sm_reading])
 
 
 def model() -> tuple[list[TensorSpec], dict[str, Layout], Storages]:

@@ -46,6 +46,36 @@ def apply_rows(pinned_s: float = 0.0062, **columns: Any) -> list[dict[str, Any]]
     ]
 
 
+def receiver_rows(live_nbytes: int = 111_300_000_000) -> list[dict[str, Any]]:
+    size = {"live_nbytes": live_nbytes, "workers": 16, "num_frames": 78, "nbytes_in": 250_000_000}
+    size |= {"nbytes_out": 290_000_000, "staged_share": 0.27, "cores": 16}
+    slots = {"hbm_nbytes": 3_050_000_000, "slots_nbytes": 3_000_000_000, "num_steps": 78}
+    pause = "P1b pause: write, new-state digest, read-back, vote, resume"
+    made = [
+        ("P5 staging, as called", [0.21, 0.2, 0.22], {}),
+        (pause, [0.009, 0.0095, 0.0085], {}),
+        ("P1 scatter floor", [0.006], {}),
+        ("P7 two slots, total", [0.24, 0.22, 0.23], slots),
+        ("P7 decoder alone", [0.2], {}),
+        ("P7 XOR alone", [0.1], {}),
+        ("P12 token alone", [0.02, 0.021], {"p99_s": 0.021}),
+        ("P12 token beside staging, 16 workers", [0.02, 0.0212], {"p99_s": 0.0212}),
+    ]
+    return [row("receiver", c, i, seconds=s, **size, **more) for c, v, more in made for i, s in enumerate(v)]
+
+
+def trainer_rows(place: str, file_system: str = "ext4") -> list[dict[str, Any]]:
+    where = {"place": place, "file_system": file_system, "max_connections": ""}
+    sync = {"nbytes_in": 6_960_000_000, "nbytes_out": 15_000_000, "density": 0.00085, "busy_s": 0.0045}
+    sync |= {"landing_s": 0.001, "codec_s": 0.04, "durable_s": 0.08, "head_s": 0.09}
+    sync |= {"copy_floor_s": 0.003, "pcie_floor_s": 0.116}
+    steps = [("step", 1.0, False), ("step", 1.005, True), ("step", 1.0, False), ("step", 1.005, True)]
+    return [
+        row("trainer", "sync", seconds=0.08, **sync, **where),
+        *(row("trainer", c, seconds=s, syncs=w, held_s=1e-6 * w, **where) for c, s, w in steps),
+    ]
+
+
 def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -100,6 +130,44 @@ def test_the_part_beyond_its_bound_decides(place: Path) -> None:
     p1 = summarize(Results(place / "results"))["P1"]
     assert (p1["value"], p1["target"], p1["met"]) == (6.6, 6.5, False)
     assert "entries in pinned memory [this value]" in p1["conditions"]
+
+
+def test_the_real_path_of_the_receiver_goes_before_its_kernels(place: Path) -> None:
+    write(place / "results", "apply-gpu", apply_rows())
+    write(place / "results", "receiver-gpu", receiver_rows())
+    found = summarize(Results(place / "results"))
+    assert (found["P1b"]["value"], found["P1b"]["floor"], found["P1b"]["target"]) == (9.0, 6.0, 9.6)
+    assert (found["P5"]["value"], found["P5"]["met"]) == (0.21, True)
+    assert (found["P7"]["value"], found["P7"]["floor"], found["P7"]["met"]) == (1.15, 1.0, True)
+    assert "HBM beyond weights and slots (at most 64 MB): 50 MB" in found["P7"]["conditions"]
+    assert (found["P12"]["value"], found["P12"]["met"]) == (0.9524, True)
+
+
+def test_the_receiver_at_another_size_does_not_count(place: Path) -> None:
+    write(place / "results", "receiver-gpu", receiver_rows(10_000_000_000))
+    found = summarize(Results(place / "results"))
+    assert not any(found[k]["met"] for k in ("P1b", "P5", "P7"))
+    assert "does not count: 10 GB, the target names 111" in found["P5"]["conditions"]
+
+
+def test_trainer_targets(place: Path) -> None:
+    write(place / "results", "trainer-gpu", trainer_rows("device", "tmpfs") + trainer_rows("host"))
+    missing = summarize(Results(place / "results"))["P2"]
+    assert (missing["value"], missing["target"], missing["met"]) == (4.5, 4.5, False)
+    assert (
+        "step slower with one connection (at most 1 %): not measured: trainer-gpu-connections1" in missing["conditions"]
+    )
+    write(place / "results", "trainer-gpu-connections1", trainer_rows("host"))
+    found = summarize(Results(place / "results"))
+    assert found["P2"]["met"] is True
+    assert "step slower with the snapshot in HBM (at most 1 %): median 0.5 %" in found["P2"]["conditions"]
+    assert (found["P3"]["value"], found["P3"]["floor"], found["P3"]["met"]) == (80.0, 3.25, True)
+    assert "fsync on tmpfs, where it costs nothing" in found["P3"]["conditions"]
+
+
+def test_a_tree_without_history_has_no_commit(place: Path) -> None:
+    write(place / "results", "apply-gpu", [r | {"commit": "HEAD"} for r in apply_rows()])
+    assert summarize(Results(place / "results"))["P1"]["commit"] == "not recorded"
 
 
 def test_a_smaller_run_does_not_meet_a_target(place: Path) -> None:

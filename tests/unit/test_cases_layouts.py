@@ -75,22 +75,32 @@ def test_case_36_shuffled_fp4_weights_are_followed_exactly(name: str) -> None:
     follow(case.specs, case.load, case.layouts)
 
 
-def test_case_36_a_one_way_repack_is_refused_before_any_write() -> None:
-    """The repack drops the low bit of each code: no inverse exists, so no delta can land."""
+def drops_low_bits(w: torch.Tensor) -> torch.Tensor:
+    """Of both codes in a byte: different weights become the same."""
+    return w.view(U8).flip(0) & 0xEE
+
+
+def drops_signs(w: torch.Tensor) -> torch.Tensor:
+    """A scale is positive, says the kernel; for all bytes that a probe would spell positions with, that is a move."""
+    return (w.view(U8).flip(0) & 0x7F).view(w.dtype)
+
+
+@pytest.mark.parametrize(("repack", "dtype"), [(drops_low_bits, U8), (drops_signs, FP8)])
+def test_case_36_a_one_way_repack_is_refused_before_any_write(
+    repack: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    """No inverse exists, so no delta can land."""
     shape = (32, 24)
-
-    def repack(w: Tensors) -> dict[str, torch.Tensor]:
-        return {"w": w["w"].flip(0) & 0xEE}
-
-    plan = probe(repack, {"w": (shape, U8)}, num_draws=1)
+    plan = probe(lambda w: {"w": repack(w["w"])}, {"w": (shape, dtype)}, num_draws=1)
     assert plan.mapped == frozenset()
     assert "w" in plan.unmapped
     # An adapter that maps it all the same is found out by content, before anything is written.
-    rows = [spec("w", "U8", shape)]
+    rows = [spec("w", DTYPES[dtype], shape)]
     words = random_words(rows)
     publisher = Publisher(MemorySink(), make_schema("run", rows))
     publisher.checkpoint(words)
-    engine = PlainEngine(repack({"w": live(words["w"])}), {"w": arrange(shape, word_nbytes=1).reverse(0).to("w")})
+    (loaded,) = tensors_of({"w": (shape, dtype)}, words).values()
+    engine = PlainEngine({"w": repack(loaded)}, {"w": arrange(shape, word_nbytes=1).reverse(0).to("w")})
     before = raw(engine.live["w"])
     with pytest.raises(BaseMismatchError, match="1 tensors differ from version 0, the closest: w"):
         Applier(engine, publisher.sink, ApplyConfig(workers=1)).join()

@@ -221,7 +221,9 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 from megasync.tools.cli import main
 status = main(sys.argv[1:])
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# Not ru_maxrss: that survives exec, so it would tell of the process that started this one.
+high = next(l for l in open("/proc/self/status") if l.startswith("VmHWM"))
+print("peak", int(high.split()[1]) * 1024)
 sys.exit(status)
 """
 
