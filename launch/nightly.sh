@@ -23,7 +23,7 @@ megatron() {
     .venv/bin/python -m pip --disable-pip-version-check -q install --target "$folder" --no-deps triton==3.9.0 || return 1
     printf '%s\n' "$stamp" > "$folder/.stamp"
   fi
-  PYTHONPATH="$PWD/$folder" .venv/bin/python -c 'import megatron.core as m; assert m.__version__.startswith("0.19"), m' || return 1
+  PYTHONPATH="$PWD/$folder" .venv/bin/python -W ignore -c 'import megatron.core as m; assert m.__version__.startswith("0.19"), m' || return 1
   PYTHONPATH="$PWD/$folder" .venv/bin/python -m pytest -q --timeout=300 \
     -W "ignore:absl.logging is not installed:UserWarning" tests/distributed/test_exporter_*.py \
     tests/distributed/test_main_job.py tests/distributed/test_megatron_model.py tests/distributed/test_cases_ranks.py

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launch.bench.report_rows import NotMeasuredError, Results, Stat
+from launch.bench.report_rows import NotMeasuredError, Results, Stat, stat
 from launch.bench.rows import Row
 
 SHARE_NBYTES = 445_000_000_000 // 64
@@ -39,11 +39,18 @@ class Measured:
 Measure = Callable[[Results], Measured]
 
 
-def not_measured(reason: str) -> Measure:
-    """A part that no benchmark of the repository has rows for."""
+def declared(target: str) -> Measure:
+    """Rows of any file that say themselves what they are for.
+
+    Columns: ``target_id``, ``value`` and perhaps ``floor`` in the unit of the part, ``said`` for conditions.
+    """
 
     def measure(results: Results) -> Measured:
-        raise NotMeasuredError(reason)
+        rows = [r for of_file in results.files.values() for r in of_file if r.get("target_id") == target]
+        if not rows:
+            raise NotMeasuredError(f"no rows with target_id {target!r}: no benchmark in launch/bench has written any")
+        floor = stat(rows, "floor").p50 if "floor" in rows[0] else None
+        return Measured(stat(rows, "value"), floor, rows[0], str(rows[0].get("said", rows[0]["case"])))
 
     return measure
 

@@ -103,7 +103,7 @@ class Results:
 
     def unread(self) -> list[str]:
         """Files that nothing reads."""
-        return [name for name in self.files if name not in WRITTEN_BY]
+        return [name for name, rows in self.files.items() if name not in WRITTEN_BY and "target_id" not in rows[0]]
 
     def take(self, file: str, case: str | None = None, **columns: Any) -> list[Row]:
         """Rows of a file with these values.

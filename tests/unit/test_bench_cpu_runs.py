@@ -26,7 +26,7 @@ def test_both_ends_of_a_small_list(
     rows = read_rows(path)
     assert path.name == "cpu.jsonl"
     cases = Counter((r["case"], r["density"]) for r in rows)
-    assert cases == {(c, d): 2 for c in ("encode", "apply") for d in (0.001, 0.01)} | {
+    assert cases == {(c, d): 2 for c in ("encode", "decode", "apply") for d in (0.001, 0.01)} | {
         ("compare", 0.0): 1,
         ("join", 0.0): 1,
         ("copy", 0.0): 1,

@@ -165,6 +165,19 @@ def test_trainer_targets(place: Path) -> None:
     assert "fsync on tmpfs, where it costs nothing" in found["P3"]["conditions"]
 
 
+def test_rows_may_say_themselves_what_they_are_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row("pause", "decoder", i, target_id="P1c", value=v, floor=30.0, said="4 layers")
+        for i, v in enumerate([28, 29])
+    ]
+    write(place / "results", "pause-gpu", rows)
+    assert run(place) == 0
+    p1c = summarize(Results(place / "results"))["P1c"]
+    assert (p1c["value"], p1c["target"], p1c["met"]) == (28.5, 30.0, True)
+    assert "0.950 x floor; 4 layers." in p1c["conditions"]
+    assert "pause-gpu" not in capsys.readouterr().err
+
+
 def test_a_tree_without_history_has_no_commit(place: Path) -> None:
     write(place / "results", "apply-gpu", [r | {"commit": "HEAD"} for r in apply_rows()])
     assert summarize(Results(place / "results"))["P1"]["commit"] == "not recorded"
