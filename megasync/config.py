@@ -61,7 +61,6 @@ class PublishConfig:
         max_failures: Failed publications in a row that ``retry`` endures.
         timeout_s: Longest wait for a rank or a sink operation.
         give_up_s: How long an unreachable sink is retried before the publication fails.
-        anchor_every: Publish an anchor beside every so many versions; 0 never (version 0 is one all the same).
         check_replicas_every: Compare replicas every so many publications; 0 only at plan time.
         first_difference: What to do where the trainer's weights are not version 0.
         max_first_density: A first delta denser than this is refused: it is another model, not a step.
@@ -82,7 +81,6 @@ class PublishConfig:
     max_failures: int = 3
     timeout_s: float = 300.0
     give_up_s: float = 3600.0
-    anchor_every: int = 0
     check_replicas_every: int = 0
     first_difference: FirstDifference = FirstDifference.PUBLISH
     max_first_density: float = 0.05
@@ -97,7 +95,6 @@ class PublishConfig:
                 ("num_writers", 1),
                 ("in_flight_limit", 1),
                 ("max_failures", 0),
-                ("anchor_every", 0),
                 ("check_replicas_every", 0),
             )
             if getattr(self, name) < least
