@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -39,24 +38,15 @@ class Segments:
     @classmethod
     def of(cls, tile_words: np.ndarray) -> Segments:
         """Cut tiles of the given words (u32 ``[T]``)."""
-        return _segments(tile_words.astype("<u4").tobytes())
+        words = tile_words.astype(np.int64)
+        num = (words + SEGMENT_WORDS - 1) >> _SHIFT
+        first = np.cumsum(num) - num
+        base = (np.arange(int(num.sum())) - np.repeat(first, num)) << _SHIFT
+        return cls(first, np.minimum(np.repeat(words, num) - base, SEGMENT_WORDS), base)
 
     def dense(self, counts: np.ndarray, word_nbytes: int) -> np.ndarray:
         """Which segments are dense, bool ``[S]``, given their counts."""
         return counts * (2 + word_nbytes) >= self.words * word_nbytes
-
-
-@lru_cache(maxsize=512)
-def _segments(tile_words: bytes) -> Segments:
-    """Remembered, since frames of one model are cut alike: making them costs a tenth of a decode."""
-    words = np.frombuffer(tile_words, "<u4").astype(np.int64)
-    num = (words + SEGMENT_WORDS - 1) >> _SHIFT
-    first = np.cumsum(num) - num
-    base = (np.arange(int(num.sum())) - np.repeat(first, num)) << _SHIFT
-    made = Segments(first, np.minimum(np.repeat(words, num) - base, SEGMENT_WORDS), base)
-    for column in (made.first, made.words, made.base):
-        column.flags.writeable = False
-    return made
 
 
 def counts_plane(counts: np.ndarray) -> np.ndarray:

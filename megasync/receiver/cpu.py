@@ -155,11 +155,7 @@ class CpuBackend(Backend):
         order = np.argsort(kind, kind="stable")
         order = order[np.searchsorted(kind[order], 0) :]
         for chosen in _chunks(order, kind, counts):
-            # Tiles that follow one another are one span: usually all of them.
-            spans = [
-                slice(int(first[part[0]]), int(first[part[-1]] + counts[part[-1]]))
-                for part in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1)
-            ]
+            spans = [slice(int(first[t]), int(first[t] + counts[t])) for t in chosen]
             k = int(kind[chosen[0]])
             rows = self.kinds.row[ids[chosen]]
             run = place_run(
