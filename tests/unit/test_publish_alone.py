@@ -16,6 +16,7 @@ from megasync.errors import RankFailedError, SchemaMismatchError
 from megasync.manifest import Manifest
 from megasync.receiver.applier import Applier
 from megasync.sinks.memory import MemorySink
+from megasync.tools.examine import verify
 from megasync.trainer.callback import MegasyncCallback
 from megasync.trainer.mask import words_of
 from megasync.types import TensorSpec
@@ -286,3 +287,22 @@ class _Holder(torch.nn.Module):
         super().__init__()
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
+
+
+def test_verify_checks_tensors_that_an_anchor_does_not_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-zero tensor has no frame in an anchor: its state in the table must be that of zeros all the same."""
+    sink, tensors = MemorySink(), {"a": torch.ones(300), "z": torch.zeros(200)}
+    callback = MegasyncCallback(TensorExporter(tensors), sink, PublishConfig(run="r"))
+    callback.on_train_start()
+    callback.on_train_end()
+    assert verify(sink, "r").faults == []
+    table = PublicationReader.state_table
+
+    def other(self: PublicationReader, manifest: Manifest) -> np.ndarray:
+        found = table(self, manifest).copy()
+        row = [t.name for t in self.schema(manifest.schema_digest).tensors].index("z")
+        found[row, 0] ^= 1
+        return found
+
+    monkeypatch.setattr(PublicationReader, "state_table", other)
+    assert verify(sink, "r").faults == ["version 0: z has other bytes than its digest"]
