@@ -56,9 +56,10 @@ bench() {
   fi
 }
 
-needs_no_gpu='plan payload cpu'
+needs_no_gpu='plan deltas payload cpu'
 if [ "$cpu" = 1 ]; then
   OMP_NUM_THREADS=1 bench plan
+  OMP_NUM_THREADS=1 bench deltas
   OMP_NUM_THREADS=1 bench payload
   OMP_NUM_THREADS=1 bench cpu nbytes=8000000000
 fi
@@ -67,6 +68,7 @@ if [ "$gpu" = 1 ]; then
     name=${script#launch/bench/bench_}
     case " $needs_no_gpu " in *" ${name%.py} "*) ;; *) bench "${name%.py}" ;; esac
   done
+  if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then bench peers --nvlink; fi
   CUDA_DEVICE_MAX_CONNECTIONS=1 bench trainer 'places=[HOST]' out=launch/bench/results/trainer-gpu-connections1.jsonl
 fi
 

@@ -60,6 +60,8 @@ class MegatronRun:
         """
         if tokens is None:
             tokens = self._synthetic()
+        if self.training.on_gpu:
+            tokens = tokens.cuda()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -154,10 +156,11 @@ class MegatronRun:
         whole, weights = next(batches)
         size, length = self.layout.cp, self.training.seq_length
         rank = parallel_state.get_context_parallel_rank()
-        here = zigzag_positions(rank, size, length // size)
+        here = zigzag_positions(rank, size, length // size).to(whole.device)
         positions = here.expand(whole.shape[0], -1)
         labels = None if want_logits else whole[:, 1:][:, here]
-        extra = {} if want_logits or not self.model.num_mtp_layers else {"loss_mask": torch.ones(positions.shape)}
+        mask = {"loss_mask": torch.ones(positions.shape, device=whole.device)}
+        extra = {} if want_logits or not self.model.num_mtp_layers else mask
         output = chunk(whole[:, :-1][:, here], positions, None, labels=labels, **extra)
         if want_logits:
             return output, _keep
@@ -202,13 +205,15 @@ def build(
         overlap_grad_reduce=training.overlap,
         overlap_param_gather=training.overlap,
         grad_reduce_in_fp32=True,
-        bucket_size=4096,
+        bucket_size=None if training.on_gpu else 4096,
     )
     chunks: list[Any] = []
     for stage in range(layout.chunks):
         gpt = _chunk(model, layout, config, stage if layout.chunks > 1 else None)
         if amend is not None:
             amend(gpt)
+        if training.on_gpu:
+            gpt.cuda()  # torch's own norms are made on the CPU
         wrapped = Float16Module(config, gpt) if training.bf16 else gpt
         chunks.append(DistributedDataParallel(config, ddp_config, wrapped))
         chunks[-1].broadcast_params()

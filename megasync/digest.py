@@ -196,7 +196,7 @@ def _groups_lanes(words: np.ndarray, tables: np.ndarray) -> Lanes:
     return Lanes(sums[0] & MASK64, sums[1] & MASK64)
 
 
-@lru_cache(maxsize=24)
+@lru_cache(maxsize=64)
 def _multipliers(chunk: int) -> np.ndarray:
     """``M`` of both lanes for the groups of a chunk: u64 ``[2, _GROUPS]``, 1 MiB a chunk."""
     group = np.arange(chunk * _GROUPS, (chunk + 1) * _GROUPS, dtype=np.uint64)

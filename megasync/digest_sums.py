@@ -59,7 +59,7 @@ def sums_by_segment(
     Args:
         flat: int64 ``[n]``, word numbers in the canonical tensor.
         word_nbytes: 1, 2, 4 or 8.
-        bounds: ``[G + 1]`` ascending from 0 to n: segment ``g`` is ``bounds[g]:bounds[g + 1]``, none empty.
+        bounds: ``[G + 1]`` ascending from 0 to n: segment ``g`` is ``bounds[g]:bounds[g + 1]``; the sum of an empty one is 0.
         columns: Values, each ``<u{word_nbytes}`` ``[n]``.
 
     Returns:
@@ -71,6 +71,20 @@ def sums_by_segment(
         flat = (2 * flat[:, None] + np.arange(2)).reshape(-1)
         columns = [np.ascontiguousarray(c).view("<u4") for c in columns]
         edges, word_nbytes = 2 * edges, 4
+    # ``np.add.reduceat`` gives the next segment's first word for an empty one (a tensor of an anchor that is all zero).
+    filled = np.flatnonzero(edges[1:] > edges[:-1])
+    if len(filled) < len(edges) - 1:
+        out = [np.zeros((len(edges) - 1, 2), dtype=np.uint64) for _ in columns]
+        for total, sums in zip(
+            out, _sums(flat, word_nbytes, np.append(edges[filled], len(flat)), columns), strict=True
+        ):
+            total[filled] = sums
+        return out
+    return _sums(flat, word_nbytes, edges, columns)
+
+
+def _sums(flat: np.ndarray, word_nbytes: int, edges: np.ndarray, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """As ``sums_by_segment``, of words of 4 bytes at most, no segment empty."""
     out = [np.zeros((len(edges) - 1, 2), dtype=np.uint64) for _ in columns]
     ws = _workspace()
     for lo in range(0, len(flat), CHUNK):

@@ -15,6 +15,7 @@ import numpy as np
 
 from megasync.errors import FormatError
 from megasync.schema import Schema, runs_of_equal
+from megasync.tiles import strides
 from megasync.types import SEGMENT_WORDS
 
 MAX_FRAMES = 1 << 24
@@ -37,6 +38,7 @@ _FRAME_COLUMNS = {
     "num_planes": "u1",
     "num_runs": "<u4",
 }
+_SEGMENT_SHIFT = SEGMENT_WORDS.bit_length() - 1
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8).sum(axis=1, dtype=np.uint8)
 _RUN_COLUMNS = {"tensor_id": "<u4", "first_tile": "<u4", "num_tiles": "<u4"}
 
@@ -119,19 +121,42 @@ class FrameTable:
     @cached_property
     def touched(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Frame number, tensor id and tile number of every touched tile of every frame, in order."""
+        frame = np.empty(int(self.tile_bounds[-1]), dtype=np.int64)
+        for first, last in strides(self.tile_bounds):
+            num = np.diff(self.tile_bounds[first : last + 1])
+            frame[self.tile_bounds[first] : self.tile_bounds[last]] = np.repeat(np.arange(first, last), num)
+        return (frame, *self.tiles)
+
+    @cached_property
+    def tiles(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tensor id and tile number of every touched tile of every frame, in order: ``touched`` without the frames."""
         run_nbytes = (self.runs["num_tiles"].astype(np.int64) + 7) // 8
-        bits = np.flatnonzero(np.unpackbits(self.bitmap, bitorder="little"))
-        run_of_byte = np.repeat(np.arange(len(run_nbytes)), run_nbytes)
-        run = run_of_byte[bits >> 3]
-        first_bit = (np.cumsum(run_nbytes) - run_nbytes) * 8
-        tiles = self.runs["first_tile"].astype(np.int64)[run] + bits - first_bit[run]
-        frame = np.repeat(np.arange(len(self)), self.columns["num_runs"])[run]
-        return frame, self.runs["tensor_id"][run], tiles.astype(np.uint32)
+        byte = np.concatenate(([0], np.cumsum(run_nbytes)))
+        tile = np.concatenate(([0], np.cumsum(self._num_touched)))
+        # Before the first bit of each run come so many others; its tiles are numbered from ``first_tile`` on.
+        shift = self.runs["first_tile"].astype(np.int64) - 8 * byte[:-1]
+        total = int(tile[-1])
+        ids, tiles = np.empty(total, dtype="<u4"), np.empty(total, dtype=np.uint32)
+        for first, last in strides(tile):
+            here, num = slice(int(tile[first]), int(tile[last])), self._num_touched[first:last]
+            bits = np.flatnonzero(np.unpackbits(self.bitmap[byte[first] : byte[last]], bitorder="little"))
+            ids[here] = np.repeat(self.runs["tensor_id"][first:last], num)
+            tiles[here] = bits + np.repeat(shift[first:last] + 8 * byte[first], num)
+        return ids, tiles
+
+    @cached_property
+    def _num_touched(self) -> np.ndarray:
+        """Touched tiles of each run, int64."""
+        stop = np.cumsum((self.runs["num_tiles"].astype(np.int64) + 7) // 8)
+        touched = np.concatenate(([0], np.cumsum(_BITS[self.bitmap], dtype=np.int64)))[np.append(0, stop)]
+        return np.diff(touched)
 
     @cached_property
     def tile_bounds(self) -> np.ndarray:
         """Rows of ``touched`` by frame: frame ``i`` has those from ``[i]`` to ``[i + 1]``."""
-        return np.searchsorted(self.touched[0], np.arange(len(self) + 1))
+        tiles = np.concatenate(([0], np.cumsum(self._num_touched)))
+        runs = np.concatenate(([0], np.cumsum(self.columns["num_runs"], dtype=np.int64)))
+        return tiles[runs]
 
     @cached_property
     def plane_bounds(self) -> np.ndarray:
@@ -159,8 +184,8 @@ class FrameTable:
             num_changed,
             tuple(self.plane_nbytes[planes[i] : planes[i + 1]].tolist()),
             digests[i * size : (i + 1) * size],
-            self.touched[1][a:b],
-            self.touched[2][a:b],
+            self.tiles[0][a:b],
+            self.tiles[1][a:b],
         )
 
     @cached_property
@@ -267,7 +292,7 @@ def read_table(columns: FrameColumns, schema: Schema, payload_nbytes: Sequence[i
     _require(
         not len(ids) or int(ids.max()) < len(schema.tensors), f"tensor id past the {len(schema.tensors)} of the schema"
     )
-    grid_tiles = np.array([g.num_tiles for g in schema.grids], dtype=np.int64)[ids]
+    grid_tiles = schema.num_tiles[ids]
     beyond = runs["first_tile"].astype(np.int64) + num_tiles > grid_tiles
     if beyond.any():
         i = int(np.argmax(beyond))
@@ -307,7 +332,7 @@ def _check_frames(table: FrameTable, schema: Schema, payload_nbytes: Sequence[in
         bool((schema.word_nbytes[ids] == table.columns["word_nbytes"][frame]).all()),
         "a frame has a tensor of another word size",
     )
-    if any(schema.tensors[int(i)].frozen for i in np.unique(ids)):
+    if schema.frozen[ids].any():
         raise FormatError("frame table: a frozen tensor is touched")
     sizes = np.array(payload_nbytes, dtype=np.int64)
     payload = table.columns["payload"].astype(np.int64)
@@ -340,10 +365,17 @@ def _check_places(payload: np.ndarray, offset: np.ndarray, nbytes: np.ndarray) -
 
 def _check_sizes(table: FrameTable, schema: Schema) -> None:
     """What a frame decodes to and what is stored of it are bounded: nothing is allocated by what a hostile table says."""
-    frame, ids, tiles = table.touched
-    words = schema.tile_words(ids, tiles).astype(np.int64)
-    weights = np.bincount(frame, words * schema.word_nbytes[ids], len(table))
+    if not len(table):
+        return
+    _, ids, tiles = table.touched
+    words = schema.tile_words(ids, tiles)
+    # Every frame has tiles, and those of a frame lie together: sums over stretches, since this is part of every update.
+    first = table.tile_bounds[:-1]
+    weights = np.add.reduceat(words, first, dtype=np.int64) * table.columns["word_nbytes"]
     _require(bool((weights <= MAX_FRAME_NBYTES).all()), f"a frame has more than {MAX_FRAME_NBYTES} bytes of weights")
     # No codec stores more than the mask and one u32 a segment or block.
-    most = weights + 4 * np.bincount(frame, -(-words // SEGMENT_WORDS), len(table))
+    segments = np.add.reduceat(
+        (words >> np.uint32(_SEGMENT_SHIFT)) + (words % SEGMENT_WORDS > 0), first, dtype=np.int64
+    )
+    most = weights + 4 * segments
     _require(bool((table.nbytes <= most).all()), "a frame stores more than its whole mask")

@@ -18,13 +18,14 @@ import numpy as np
 
 from megasync.digest import BLAKE3, SHA256, XXH3_128, content_digest
 from megasync.documents import RUN_NAME as _RUN
-from megasync.documents import decode_map
+from megasync.documents import Stamp, decode_map
 from megasync.errors import FormatError, MissingPackageError, RefetchError, SchemaMismatchError
 from megasync.frames import ANCHOR_CODEC, FrameColumns, FrameTable, make_table, read_table
 from megasync.schema import FORMAT, Schema
 
 KIND = "megasync.manifest"
 HEAD_KIND = "megasync.head"
+_STAMP, _HEAD_STAMP = Stamp(KIND, FORMAT), Stamp(HEAD_KIND, FORMAT)
 Kind = Literal["delta", "anchor", "checkpoint"]
 _U63 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 DIGEST_NBYTES = {XXH3_128: 16, BLAKE3: 32, SHA256: 32}
@@ -202,7 +203,12 @@ def root_of(states: np.ndarray) -> bytes:
 
 
 def decode_manifest(
-    data: bytes | memoryview, schema: Schema, *, digest: bytes | None = None, key: bytes | None = None
+    data: bytes | memoryview,
+    schema: Schema,
+    *,
+    digest: bytes | None = None,
+    key: bytes | None = None,
+    peek: Peek | None = None,
 ) -> Manifest:
     """Read and check a manifest.
 
@@ -211,11 +217,12 @@ def decode_manifest(
         schema: The schema it must speak of.
         digest: What its digest must be (from the head or a later manifest).
         key: Shared key; where given, an unsigned or wrongly signed manifest is refused.
+        peek: What ``peek_manifest`` gave for the same bytes and key, so that they are not taken apart a second time.
 
     Raises:
         RefetchError: Other digest. FormatError: rules broken. SchemaMismatchError: another schema or run.
     """
-    document, signed = _open(data, key)
+    document, signed = peek.opened if peek is not None else _open(data, key)
     if digest is not None:
         what = f"manifest of version {document.version}"
         require_algorithm(named_by(data, digest, what), document.digest_algorithm, what)
@@ -260,6 +267,16 @@ def decode_manifest(
     return manifest
 
 
+def check_manifest(manifest: Manifest) -> None:
+    """Refuse to write what a reader would refuse: by the reader's own rules, all but those that need the schema.
+
+    Raises:
+        FormatError: With the rule.
+    """
+    _open(manifest.encoded, manifest.key)
+    _check(manifest)
+
+
 class Peek(NamedTuple):
     """What is needed of a manifest before it can be checked.
 
@@ -267,11 +284,13 @@ class Peek(NamedTuple):
         schema_digest: To fetch the schema by.
         digest_algorithm: What its own digest must be of.
         epoch: What its key must say.
+        opened: The whole, as it came.
     """
 
     schema_digest: bytes
     digest_algorithm: int
     epoch: int
+    opened: tuple[_Document, bool]
 
 
 def peek_manifest(data: bytes | memoryview, key: bytes | None = None) -> Peek:
@@ -284,8 +303,8 @@ def peek_manifest(data: bytes | memoryview, key: bytes | None = None) -> Peek:
     Raises:
         FormatError: It is no manifest, or not signed with the key.
     """
-    document, _ = _open(data, key)
-    return Peek(document.schema_digest, document.digest_algorithm, document.epoch)
+    document, signed = _open(data, key)
+    return Peek(document.schema_digest, document.digest_algorithm, document.epoch, (document, signed))
 
 
 def algorithm_of(data: bytes | memoryview, digest: bytes) -> int:
@@ -346,16 +365,15 @@ def require_algorithm(found: int, named: int, what: str) -> None:
 
 
 def _open(data: bytes | memoryview, key: bytes | None) -> tuple[_Document, bool]:
-    signed = decode_map(data, _Signed, "manifest", MAX_MANIFEST_NBYTES)
+    signed = decode_map(data, _Signed, "manifest", MAX_MANIFEST_NBYTES, _STAMP)
     if key is not None and not hmac.compare_digest(hmac.digest(key, signed.body, "sha256"), signed.signature):
         raise FormatError("manifest signature is missing or wrong: not from this run's publisher; it is not read")
     if len(signed.signature) not in (0, SIGNATURE_NBYTES):
         raise FormatError(f"manifest has a signature of {len(signed.signature)} bytes, expected {SIGNATURE_NBYTES}")
-    document = decode_map(signed.body, _Document, "manifest", MAX_MANIFEST_NBYTES)
+    document = decode_map(signed.body, _Document, "manifest", MAX_MANIFEST_NBYTES, _STAMP)
+    _STAMP.check(document.kind, document.format, "manifest")
     if key is not None and document.digest_algorithm == XXH3_128:
         raise FormatError("a signed manifest names its frames by xxh3-128, which anybody can match: it is not read")
-    if document.kind != KIND or document.format != FORMAT:
-        raise FormatError(f"manifest has kind {document.kind!r} format {document.format}, expected {KIND} {FORMAT}")
     if len(document.schema_digest) != 16:
         raise FormatError(f"manifest names its schema by {len(document.schema_digest)} bytes, expected 16")
     if document.digest_algorithm not in DIGEST_NBYTES:
@@ -391,8 +409,15 @@ def _check(m: Manifest) -> None:
         raise FormatError(f"{where}: root has {len(m.root)} bytes, expected 16")
     if m.num_changed != int(m.frames.columns["num_changed"].sum(dtype=np.int64)):
         raise FormatError(f"{where}: {m.num_changed} changed words, its frames hold another number: metadata was lost")
-    if not np.array_equal(np.unique(m.frames.runs["tensor_id"]), m.touched_ids):
+    if not np.array_equal(_distinct(m.frames.runs["tensor_id"]), m.touched_ids):
         raise FormatError(f"{where}: touched tensors and frames disagree: metadata was lost")
+
+
+def _distinct(ids: np.ndarray) -> np.ndarray:
+    """Ids that occur, ascending: what ``np.unique`` gives, by marks instead of sorting, a manifest's length of time."""
+    seen = np.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=bool)
+    seen[ids] = True
+    return np.flatnonzero(seen)
 
 
 class _Head(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -440,13 +465,13 @@ def decode_head(data: bytes, run: str) -> Head:
         FormatError: Unparsable, truncated or of another run: keep the current version, report it, never fall back.
     """
     try:
-        h = decode_map(data, _Head, f"head of run {run!r} ({len(data)} bytes)", MAX_HEAD_NBYTES)
+        what = f"head of run {run!r} ({len(data)} bytes)"
+        h = decode_map(data, _Head, what, MAX_HEAD_NBYTES, _HEAD_STAMP)
+        _HEAD_STAMP.check(h.kind, h.format, what)
     except FormatError as e:
         raise FormatError(f"{e}; the version held is kept") from e
-    if h.kind != HEAD_KIND or h.format != FORMAT or h.run != run:
-        raise FormatError(
-            f"head of run {run!r} has kind {h.kind!r} format {h.format} run {h.run!r}; the version held is kept"
-        )
+    if h.run != run:
+        raise FormatError(f"head of run {run!r} is of run {h.run!r:.120}; the version held is kept")
     if (h.version >= 0) != bool(h.digest):
         raise FormatError(f"head of run {run!r}: version {h.version} with a digest of {len(h.digest)} bytes")
     if h.digest and len(h.digest) not in DIGEST_NBYTES.values():

@@ -16,15 +16,18 @@ import msgspec
 import numpy as np
 
 from megasync.digest import XXH3_128, content_digest
-from megasync.documents import RUN_NAME, decode_map
+from megasync.documents import RUN_NAME, Stamp, decode_map
 from megasync.errors import FormatError, SchemaMismatchError
 from megasync.tiles import MAX_TILE_WORDS, TileGrid, tile_grid
 from megasync.types import DTYPE_NBYTES, TensorSpec
 
 FORMAT = 1
 KIND = "megasync.schema"
+_STAMP = Stamp(KIND, FORMAT)
 MAX_WORDS = 1 << 48
 MAX_AXES = 8
+MAX_NAME_CHARACTERS = 512
+MAX_BLOCK_EXTENT = 1 << 20
 MAX_BLOCK_WORDS = MAX_TILE_WORDS
 """Words of a quantisation block: a tile is never larger than a tile may be, nor than a u32 counts."""
 MAX_SCHEMA_NBYTES = 1 << 28
@@ -33,7 +36,7 @@ MAX_TILES = 1 << 26
 """Tiles of all tensors: 4.4 * 10^12 words at 64 Ki words a tile, less than which tiles of large tensors seldom have. A
 reader keeps a few bytes of each tile, so a schema that announces 2^48 words in a hundred bytes must not get that far."""
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORDS)]
-_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 
 
 class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -42,7 +45,7 @@ class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
     shape: Annotated[list[_Extent], msgspec.Meta(max_length=MAX_AXES)]
     layer: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
     cut: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    block: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]], msgspec.Meta(max_length=MAX_AXES)]
+    block: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_EXTENT)]], msgspec.Meta(max_length=MAX_AXES)]
     frozen: bool
     aliases: list[_Name]
     formula: str
@@ -118,15 +121,34 @@ class Schema:
         return np.array([t.word_nbytes for t in self.tensors], dtype=np.uint8)
 
     @cached_property
+    def frozen(self) -> np.ndarray:
+        """Tensors that are never published, bool."""
+        return np.array([t.frozen for t in self.tensors], dtype=bool)
+
+    @cached_property
+    def empty(self) -> np.ndarray:
+        """Tensors without a word, bool."""
+        return np.array([t.num_words == 0 for t in self.tensors], dtype=bool)
+
+    @cached_property
+    def formulas(self) -> tuple[str, ...]:
+        """Formulas by which tensors are made, each once, sorted."""
+        return tuple(sorted({t.formula for t in self.tensors if t.formula}))
+
+    @cached_property
     def nbytes(self) -> int:
         """Canonical bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors)
 
     @cached_property
+    def num_tiles(self) -> np.ndarray:
+        """Tiles of each tensor, int64."""
+        return np.array([g.num_tiles for g in self.grids], dtype=np.int64)
+
+    @cached_property
     def first_tile(self) -> np.ndarray:
         """Number of each tensor's first tile among all tiles of all tensors in id order, int64 ``[num_tensors + 1]``."""
-        num = np.array([g.num_tiles for g in self.grids], dtype=np.int64)
-        return np.concatenate(([0], np.cumsum(num)))
+        return np.concatenate(([0], np.cumsum(self.num_tiles)))
 
     @cached_property
     def _all_tile_words(self) -> np.ndarray:
@@ -145,14 +167,13 @@ class Schema:
         Raises:
             FormatError: A tile past its tensor's grid.
         """
-        ids = np.asarray(tensor_ids, dtype=np.int64)
-        at = self.first_tile[ids] + np.asarray(tiles, dtype=np.int64)
-        beyond = at >= self.first_tile[ids + 1]
+        ids, tiles = np.asarray(tensor_ids), np.asarray(tiles)
+        beyond = tiles >= self.num_tiles[ids]
         if beyond.any():
             i = int(np.argmax(beyond))
             spec, grid = self.tensors[int(ids[i])], self.grids[int(ids[i])]
             raise FormatError(f"tile {int(tiles[i])} of {spec.name}: its grid has {grid.num_tiles} tiles")
-        out: np.ndarray = self._all_tile_words[at]
+        out: np.ndarray = self._all_tile_words[self.first_tile[ids] + tiles]
         return out
 
 
@@ -178,17 +199,20 @@ def runs_of_equal(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def make_schema(run: str, specs: Iterable[TensorSpec]) -> Schema:
-    """A schema from specs in any order.
+    """A schema from specs in any order: one that every reader takes.
 
     Raises:
         ValueError: Listing what is wrong with which tensors.
     """
-    tensors = tuple(sorted(specs, key=lambda t: (t.layer, t.word_nbytes if t.dtype in DTYPE_NBYTES else 0, t.name)))
+    tensors = tuple(sorted(specs, key=lambda t: (t.layer, DTYPE_NBYTES.get(t.dtype, 0), t.name)))
     schema = Schema(run, tensors)
     if wrong := _faults(schema):
         raise ValueError(f"schema of run {run!r}: " + "; ".join(wrong[:20]))
-    if len(schema.encoded) > MAX_SCHEMA_NBYTES:
-        raise ValueError(f"schema of run {run!r} has {len(schema.encoded)} bytes, at most {MAX_SCHEMA_NBYTES}")
+    try:
+        # By the reader's own rules, the types of the wire included, before anything is written by this schema.
+        decode_map(schema.encoded, _Document, "document", MAX_SCHEMA_NBYTES)
+    except (FormatError, TypeError, ValueError, OverflowError) as e:
+        raise ValueError(f"schema of run {run!r}: no reader would take it: {e}") from e
     return schema
 
 
@@ -206,11 +230,8 @@ def decode_schema(data: bytes | memoryview, *, digest: bytes | None = None) -> S
         raise SchemaMismatchError(
             f"schema digest is {content_digest(data).hex()}, the manifest names {digest.hex()}; fetch it again"
         )
-    document = decode_map(data, _Document, "schema document", MAX_SCHEMA_NBYTES)
-    if document.kind != KIND or document.format != FORMAT:
-        raise FormatError(
-            f"schema document has kind {document.kind!r} format {document.format}, expected {KIND} {FORMAT}"
-        )
+    document = decode_map(data, _Document, "schema document", MAX_SCHEMA_NBYTES, _STAMP)
+    _STAMP.check(document.kind, document.format, "schema document")
     tensors = tuple(
         TensorSpec(
             r.name,
@@ -244,22 +265,58 @@ def _faults(schema: Schema) -> list[str]:
     for t in schema.tensors:
         for name in (t.name, *t.aliases):
             if name in seen:
-                wrong.append(f"{name} appears twice")
-            if "\0" in name or not name:
-                wrong.append(f"name {name!r} is empty or has a NUL")
+                wrong.append(f"{_shown(name)} appears twice")
+            elif fault := _name_fault(name):
+                wrong.append(f"name {name!r:.120} {fault}")
             seen.add(name)
-        if t.dtype not in DTYPE_NBYTES:
-            wrong.append(f"{t.name} has dtype {t.dtype}, known: {', '.join(DTYPE_NBYTES)}")
-        if t.block and len(t.block) != max(len(t.shape), 1):
-            wrong.append(f"{t.name} has block {t.block} for shape {t.shape}")
-        if prod(t.block) > MAX_BLOCK_WORDS:
-            wrong.append(f"{t.name} has block {t.block}: at most {MAX_BLOCK_WORDS} words")
-        if t.num_words > MAX_WORDS or len(t.shape) > MAX_AXES:
-            wrong.append(f"{t.name} has shape {t.shape}: at most 2^48 words and {MAX_AXES} axes")
-        if t.cut not in ("row", "last"):
-            wrong.append(f"{t.name} has cut axis {t.cut!r}")
+        wrong += [f"{_shown(t.name)} has {fault}" for fault in _spec_faults(t)]
     if not wrong and (num_tiles := sum(g.num_tiles for g in schema.grids)) > MAX_TILES:
         wrong.append(f"{num_tiles} tiles in all, at most {MAX_TILES}")
+    return wrong
+
+
+def _name_fault(name: str) -> str:
+    """What is wrong with a name, empty where nothing is."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return "is empty or has a NUL"
+    if len(name) > MAX_NAME_CHARACTERS:
+        return f"has {len(name)} characters, at most {MAX_NAME_CHARACTERS}"
+    return "" if _is_text(name) else "has a surrogate, which no UTF-8 has"
+
+
+def _shown(name: str) -> str:
+    """A name in a message: as it is where it can be shown."""
+    return name if isinstance(name, str) and len(name) <= 120 and name.isprintable() else f"{name!r:.120}"
+
+
+def _is_text(value: str) -> bool:
+    """Whether a str is UTF-8 once it is encoded."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _spec_faults(t: TensorSpec) -> list[str]:
+    wrong: list[str] = []
+    if t.dtype not in DTYPE_NBYTES:
+        wrong.append(f"dtype {_shown(t.dtype)}, known: {', '.join(DTYPE_NBYTES)}")
+    if t.block and len(t.block) != max(len(t.shape), 1):
+        wrong.append(f"block {t.block} for shape {t.shape}")
+    if prod(t.block) > MAX_BLOCK_WORDS or not all(1 <= b <= MAX_BLOCK_EXTENT for b in t.block):
+        wrong.append(f"block {t.block}: extents from 1 to {MAX_BLOCK_EXTENT}, at most {MAX_BLOCK_WORDS} words")
+    # Each extent too: one of them may be 0, and then the product says nothing.
+    if t.num_words > MAX_WORDS or len(t.shape) > MAX_AXES or not all(0 <= x <= MAX_WORDS for x in t.shape):
+        wrong.append(f"shape {t.shape}: at most {MAX_AXES} axes, extents from 0 and words in all to 2^48")
+    if not -1 <= t.layer < 1 << 31:
+        wrong.append(f"layer {t.layer}, expected -1 (none) or up to 2^31 - 1")
+    if t.cut not in ("row", "last"):
+        wrong.append(f"cut axis {t.cut!r}")
+    if not _is_text(t.formula) or not _is_text(t.group):
+        wrong.append("a formula or group with a surrogate, which no UTF-8 has")
     return wrong
 
 

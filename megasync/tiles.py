@@ -6,7 +6,7 @@ depends on the trainer's topology. Must import nothing but types.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -273,3 +273,24 @@ def make_grid(shape: Sequence[int], word_nbytes: int, cut: CutAxis = "row", bloc
         else:
             break  # one block is larger than a tile may be: it stays whole
     return TileGrid(tuple(extents), tuple(AxisCut(e, b, s) for e, b, s in zip(extents, bands, size, strict=True)))
+
+
+def strides(bounds: np.ndarray, most: int = 1 << 15) -> Iterator[tuple[int, int]]:
+    """Cut what lies in stretches in runs of whole ones.
+
+    A manifest is read in the process of an engine that decodes. Steps over all of its tiles at once would keep the interpreter
+    for longer than a token may wait, and leave the processor's cache.
+
+    Args:
+        bounds: Ascending, ``[n + 1]``: where each stretch begins, and the end.
+        most: About so many elements to a run.
+
+    Yields:
+        First stretch and end of each run.
+    """
+    first, num = 0, len(bounds) - 1
+    while first < num:
+        last = int(np.searchsorted(bounds, bounds[first] + most, side="right")) - 1
+        last = min(max(last, first + 1), num)
+        yield first, last
+        first = last

@@ -145,6 +145,61 @@ class Entries:
         return int(self.tile_words.sum(dtype=np.int64))
 
 
+class WholeEntries(Entries):
+    """Entries given by all words of their tiles, which may be 0; positions and values are found when asked for.
+
+    What anchors are made of: picking billions of words that nearly all differ from 0 costs far more than writing them.
+
+    Attributes:
+        words: ``<u{word_nbytes}`` ``[num_words]``, the tiles one after the other.
+    """
+
+    __slots__ = ("_at", "words")
+    words: np.ndarray
+    _at: np.ndarray | None
+
+    def __init__(
+        self, word_nbytes: int, tensor_ids: np.ndarray, tiles: np.ndarray, tile_words: np.ndarray, words: np.ndarray
+    ) -> None:
+        stops = np.cumsum(tile_words, dtype=np.int64)
+        counts = [
+            np.count_nonzero(words[stop - num : stop])
+            for stop, num in zip(stops.tolist(), tile_words.tolist(), strict=True)
+        ]
+        for name, value in (
+            ("word_nbytes", word_nbytes),
+            ("tensor_ids", tensor_ids),
+            ("tiles", tiles),
+            ("tile_words", tile_words),
+            ("counts", np.array(counts, dtype=np.uint32)),
+            ("words", words),
+            ("_at", None),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_changed(self) -> int:
+        """See ``Entries.num_changed``."""
+        return int(self.counts.sum(dtype=np.int64))
+
+    def _found(self) -> np.ndarray:
+        if self._at is None:
+            object.__setattr__(self, "_at", np.flatnonzero(self.words))
+        assert self._at is not None
+        return self._at
+
+    @property
+    def positions(self) -> np.ndarray:  # type: ignore[override]
+        """See ``Entries``."""
+        first = np.cumsum(self.tile_words, dtype=np.int64) - self.tile_words
+        return (self._found() - np.repeat(first, self.counts)).astype(np.uint32)
+
+    @property
+    def values(self) -> np.ndarray:  # type: ignore[override]
+        """See ``Entries``."""
+        return self.words[self._found()]
+
+
 @dataclass(frozen=True, slots=True)
 class Lanes:
     """A two-lane linear digest sum, each lane modulo 2^64 (see digest.py)."""

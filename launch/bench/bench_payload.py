@@ -3,11 +3,14 @@
 Counted are payload and manifest, with its frame table and digests, as the publisher writes them; ``log2 C(n, k) + k H(value)``
 bits is what no coder of independent entries can go below. Masks A to D and the clustered ones are one large tensor each;
 ``list-article`` and ``list-steps`` are one of 64 owners' share of the model-like list (its manifest has digests of tensors
-that owners share, so all owners together need less). Everything is read back from the sink, decoded and compared. The peer
-``zstd-1 of the mask`` is CPU Zstd level 1 on frames of at most 1 MiB of mask, untouched tiles left out, without any
-metadata. Targets: 1.05 x the bound on masks A to D, 1.15 x on the list at 0.085 %, fewer bytes than the peer everywhere.
+that owners share, so all owners together need less). ``real ...`` are masks of a training run, as bench_deltas kept
+them: of a small model, so manifest and short frames weigh more than they would. Everything is read back from the sink,
+decoded and compared. The peer ``zstd-1 of the mask`` is CPU Zstd level 1 on frames of at most 1 MiB of mask, untouched
+tiles left out, without any metadata. Targets: 1.05 x the bound on masks A to D, 1.15 x on the list at 0.085 %, fewer bytes
+than the peer on all of these (without metadata it wins on real deltas of a few kilobytes).
 
     python -m launch.bench.bench_payload nbytes=268435456
+    python -m launch.bench.bench_payload only=real       # these cases anew, the other rows as they are
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.masks import KINDS
-from launch.bench.payload_cases import RUN, Case, list_case, mask_case
-from launch.bench.rows import RESULTS, Row, RowWriter, Timed, table, timed
+from launch.bench.payload_cases import INPUTS, RUN, Case, list_case, mask_case, real_case
+from launch.bench.rows import RESULTS, Row, RowWriter, Timed, read_rows, table, timed
 from megasync.codecs.dense import block_bounds, mask_of
 from megasync.config import PublishConfig
 from megasync.digest import content_digest
@@ -58,6 +61,7 @@ class PayloadBench:
         scale: Share of the model that the list is made for: 1 is 445 GB, of which one owner's part is encoded.
         list_densities: Changed bytes / all bytes on the list; the first has the target and runs every codec.
         out: Folder of the result file.
+        only: Take only the cases whose names start so, and keep the rows of the others.
     """
 
     nbytes: int = 256 << 20
@@ -66,6 +70,7 @@ class PayloadBench:
     scale: float = 1.0
     list_densities: list[float] = field(default_factory=lambda: [0.00085, 0.00001, 0.01])
     out: str = str(RESULTS)
+    only: str = ""
 
 
 def cases(config: PayloadBench) -> Iterator[Case]:
@@ -78,6 +83,8 @@ def cases(config: PayloadBench) -> Iterator[Case]:
     for i, density in enumerate(config.list_densities):
         for how in ("article", "steps"):
             yield list_case(how, density, config.scale, decisive=i == 0)
+    for path in sorted(INPUTS.glob("real_*.npz")):
+        yield real_case(path)
 
 
 def measure(case: Case, out: RowWriter) -> None:
@@ -171,9 +178,11 @@ def run(config: PayloadBench) -> Path:
     """
     torch.set_num_threads(1)
     path = Path(config.out) / "payload-cpu.jsonl"
-    with RowWriter(path, "payload") as out:
+    old = read_rows(path) if config.only and path.exists() else []
+    with RowWriter(path, "payload", [r for r in old if not r["case"].startswith(config.only)]) as out:
         for case in cases(config):
-            measure(case, out)
+            if case.name.startswith(config.only):
+                measure(case, out)
         print(summary(out.rows))
     return path
 

@@ -184,11 +184,16 @@ class Histogram:
     def __init__(self, word_nbytes: int) -> None:
         self.counts = np.zeros(1 << min(8 * word_nbytes, 16), dtype=np.int64)
         self.num_words = 0
+        self._wide = np.empty(0, dtype=f"<u{word_nbytes}")  # values that no table of counts has room for: few
 
     def add(self, num_words: int, values: np.ndarray) -> None:
-        """Take in words that may change and the values of those that did (at most 2 bytes each)."""
+        """Take in words that may change and the values of those that did."""
         self.num_words += num_words
-        self.counts += np.bincount(values, minlength=len(self.counts))
+        if values.itemsize > 2:
+            self._wide = np.concatenate((self._wide, values))
+            self.counts = np.unique(self._wide, return_counts=True)[1]
+        else:
+            self.counts += np.bincount(values, minlength=len(self.counts))
 
     @property
     def num_changed(self) -> int:

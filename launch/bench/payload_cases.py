@@ -1,16 +1,18 @@
-"""What bench_payload encodes: masks on one large tensor, and one owner's share of the model-like list, as changed tiles.
+"""What bench_payload encodes: synthetic masks on one large tensor, one owner's share of the model-like list, real deltas.
 
-Weights are not in memory: only the changed words are drawn, with random old values. Before it: masks, workload. After it:
-bench_payload. Must not import a codec.
+Weights are not in memory: only the changed words are, with random old values. The real deltas are masks that bench_deltas
+kept from a training run, in ``inputs``. Before it: masks, workload, deltas. After it: bench_payload. Must not import a codec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from launch.bench.deltas import kept
 from launch.bench.host_rank import is_weight
 from launch.bench.masks import ROW_NBYTES, STEPS, Histogram, MaskKind, draw, uniform_positions
 from launch.bench.workload import Shape, owner_share
@@ -19,6 +21,7 @@ from megasync.types import WORD_DTYPES, TensorSpec
 from megasync.versions.changes import TileChange
 
 RUN = "bench"
+INPUTS = Path(__file__).resolve().parent / "inputs"
 OWNERS, OWNER = 64, 3
 """Trainer ranks that share the model, and the one whose part is encoded."""
 
@@ -130,6 +133,31 @@ def list_case(how: str, density: float, scale: float, *, decisive: bool) -> Case
                     yield _change(i, tile, at, values, rng)
 
     return Case(f"list-{how} {density:.3%}", schema, nbytes, tiles, 1.15 if decisive else 0.0, decisive)
+
+
+def real_case(path: Path) -> Case:
+    """A delta of a training run.
+
+    Args:
+        path: A mask that ``deltas.keep`` wrote; its name says model, export, learning rate and steps.
+    """
+    schema, masks = kept(path)
+
+    def tiles(seen: Seen) -> Iterator[TileChange]:
+        rng = np.random.default_rng(0)
+        for i, (spec, grid, mask) in enumerate(zip(schema.tensors, schema.grids, masks, strict=True)):
+            histogram = seen.setdefault(spec.dtype, Histogram(spec.word_nbytes))
+            histogram.add(spec.num_words, mask[mask != 0])
+            for tile in range(grid.num_tiles):
+                box = grid.box(tile)
+                cut = mask.reshape(grid.shape)[
+                    tuple(slice(a, a + n) for a, n in zip(box.start, box.extent, strict=True))
+                ]
+                words = cut.reshape(-1)
+                if len(at := np.flatnonzero(words)):
+                    yield _change(i, tile, at, words[at], rng)
+
+    return Case(path.stem.replace("_", " "), schema, schema.nbytes, tiles)
 
 
 def _change(tensor: int, tile: int, at: np.ndarray, values: np.ndarray, rng: np.random.Generator) -> TileChange:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.bench import report_deltas
 from launch.bench.report_measures import Measured
 from launch.bench.report_rows import Results
 from launch.bench.report_series import bf16_by_rate, bf16_peers, payload_sweep, stages
@@ -95,6 +96,7 @@ def _draw_stages(page: Any, data: list[tuple[str, Measured]], results: Results) 
 
 FIGURES = {
     "payload": Figure("Payload against the order-0 bound, over density and codecs", (8.0, 3.8), _sweeps, _draw_payload),
+    "deltas": Figure("Deltas of a real training run", (8.4, 6.6), report_deltas.series, report_deltas.draw),
     "apply": Figure("Apply time against its floor, over density", (6.4, 3.6), bf16_by_rate, _draw_apply),
     "stages": Figure("One sync of the article's workload by stage", (7.6, 5.4), stages, _draw_stages),
 }

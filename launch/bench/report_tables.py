@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from launch.bench import report_deltas, report_peers
 from launch.bench.report_apply import audit_class, audit_classes, num_digits
 from launch.bench.report_figures import FIGURES
 from launch.bench.report_measures import Measured
@@ -18,9 +19,9 @@ from launch.bench.rows import Row, table
 _INTRO = """\
 Medians of raw samples (in brackets the 20th and 80th percentile), each beside the floor that the hardware sets to the
 same work, measured in the same run. **Weights and masks are synthetic**: random bytes, and random positions that change
-at the density named, not a recorded training run. `bash launch/bench.sh` takes the samples into `launch/bench/results`
-and makes this part from them (`--report` does only that); [summary.json](launch/bench/results/summary.json) has the
-targets for programs, with all conditions."""
+at the density named; only masks called `real` and the table of real deltas are of a training run.
+`bash launch/bench.sh` takes the samples into `launch/bench/results` and makes this part from them (`--report` does only
+that); [summary.json](launch/bench/results/summary.json) has the targets for programs, with all conditions."""
 
 
 def block(results: Results, folder: str) -> str:
@@ -85,6 +86,7 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[st
         ["mask, changed words", "GB", "bound, % of weights", *codecs],
         [_payload(case, by_codec, codecs) for case, by_codec in payloads.items()],
     )
+    yield report_deltas.TITLE, report_deltas.HEADER, report_deltas.lines(results)
     yield (
         "Scatter apply of BF16 weights, kernel alone, entries in HBM, by the share of elements that changed (the floor"
         " XORs the same words at ready-made addresses):",
@@ -99,6 +101,7 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[st
         ["stage", "ms", "floor", "x floor"],
         [_beside(name, found) for name, found in stages(results)],
     )
+    yield report_peers.TITLE, report_peers.HEADER, report_peers.peer_lines(results)
     yield (
         "Full audit by class of layout, as share of the bandwidth of reading:",
         ["layout", "GB", "% of reading"],

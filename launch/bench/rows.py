@@ -106,16 +106,18 @@ class RowWriter:
     Args:
         path: The file, named by what was measured and where: ``payload-cpu.jsonl``.
         stage: What is measured; a column of every row.
+        kept: Rows of earlier runs that stay in the file, before the new ones.
     """
 
-    def __init__(self, path: Path, stage: str) -> None:
-        self.path, self.stage = path, stage
+    def __init__(self, path: Path, stage: str, kept: Sequence[Row] = ()) -> None:
+        self.path, self.stage, self._kept = path, stage, kept
         self.rows: list[Row] = []
         self._where = environment()
 
     def __enter__(self) -> RowWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("w")
+        self._file.writelines(json.dumps(row) + "\n" for row in self._kept)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

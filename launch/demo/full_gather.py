@@ -47,6 +47,7 @@ class FullGather:
         dist.all_gather_object(told, [shard for shard, _ in self._local])
         self._by_rank = told
         self._room = max(sum(torch.Size(s.shape).numel() for s in shards) for shards in told)
+        self._nbytes = 0
 
     def __call__(self) -> dict[str, torch.Tensor] | None:
         """The weights as they are now.
@@ -101,6 +102,32 @@ class FullGather:
         assert rest.endswith("linear_fc1.weight"), name
         gate, up = t.chunk(2)
         return {f"{mlp}.gate_proj.weight": gate, f"{mlp}.up_proj.weight": up}
+
+
+class DeviceGather(FullGather):
+    """The same where the weights are on GPUs: every rank gathers over NCCL and keeps the result on its GPU.
+
+    Args are those of ``FullGather``.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole model, without what ranks hold twice and without padding; after the first call."""
+        return self._nbytes
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        """The weights as they are now, on every rank."""
+        device = self._local[0][1].device
+        mine = torch.zeros(self._room, dtype=torch.bfloat16, device=device)
+        flat = torch.cat([tensor.detach().flatten() for _, tensor in self._local])
+        mine[: flat.numel()] = flat
+        parts = [torch.empty_like(mine) for _ in self._by_rank]
+        dist.all_gather([p.view(torch.uint8) for p in parts], mine.view(torch.uint8))
+        whole: dict[str, torch.Tensor] = {}
+        for name, copies in self._sorted(parts).items():
+            whole |= self._converted(name, _joined(name, copies))
+        self._nbytes = sum(t.nbytes for t in whole.values())
+        return whole
 
 
 _OUTER = {

@@ -12,16 +12,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megasync.adapters.megatron_leaves import ddp_of, unwrap
 from megasync.adapters.megatron_plan import Anchorage, ExportPlan, plan_export
 from megasync.adapters.names import NameTable
+from megasync.adapters.transformer_engine import StoredExporter
 from megasync.errors import PlanError
+from megasync.quant.checkpoint import Checkpoint
 from megasync.trainer.exporter import Exporter, Piece
-from megasync.types import TensorSpec
+from megasync.types import Box, TensorSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _log = logging.getLogger(__name__)
 
@@ -33,14 +38,18 @@ class MegatronExporter(Exporter):
     """Exports the model chunks of one Megatron rank.
 
     Works for any mix of tensor, sequence, pipeline (virtual too), context, data and expert parallelism, with or without
-    the distributed optimizer, on any device. Refused by name: FSDP and GTP sharding, quantised parameter storage, fused
-    layouts that no table describes, parameters that no table maps.
+    the distributed optimizer, on any device. Parameters that TransformerEngine keeps quantised (``fp8_param``,
+    ``fp4_param``) are exported as the codes and scales that they are, beside plain ones. Refused by name: FSDP and GTP
+    sharding, other tensor subclasses, fused layouts that no table describes, parameters that no table maps.
 
     Args:
         chunks: Model chunks of this rank in virtual stage order, as trained: in DistributedDataParallel, if they are.
         names: Naming table of the checkpoint (names_hf.py has those of model families).
         vocab_size: Vocabulary rows of the checkpoint; Megatron pads its own. Needed where the table cuts padding off.
         metadata: For ``sharded_state_dict``, where ``KEYS_METADATA`` does not suit a model. Equal on every rank.
+        checkpoint: Whose names and shapes quantised parameters take; FP8 blocks always take ``deepseek``'s.
+        group: Process group of all ranks of the run, its own, for the check that all parts of a quantised weight share one
+            amax. Needed on every rank where any rank has quantised parameters; None: this rank is alone.
     """
 
     def __init__(
@@ -50,6 +59,8 @@ class MegatronExporter(Exporter):
         *,
         vocab_size: int | None = None,
         metadata: Mapping[str, Any] = KEYS_METADATA,
+        checkpoint: Checkpoint = "modelopt",
+        group: ProcessGroup | None = None,
     ) -> None:
         if not chunks:
             raise ValueError("no model chunks to export")
@@ -60,7 +71,10 @@ class MegatronExporter(Exporter):
         self._names = names
         self._vocab_size = vocab_size
         self._metadata = metadata
+        self._checkpoint: Checkpoint = checkpoint
+        self._group = group
         self._plan: ExportPlan | None = None
+        self._quantised: StoredExporter | None = None
 
     def specs(self) -> list[TensorSpec]:
         """Specs of every tensor this rank holds a part of, in name order.
@@ -72,21 +86,48 @@ class MegatronExporter(Exporter):
             PlanError: Listing everything that cannot be exported: parameters that no rule maps or no leaf covers,
                 copies, unsupported sharding and storage, an unknown vocabulary.
         """
-        found = self._planned().specs
+        found = dict(self._planned().specs)
+        for spec in self._stored().specs():
+            if found.setdefault(spec.name, spec) != spec:
+                raise PlanError(f"{spec.name} is made from a quantised parameter, and exists as another tensor")
         return [found[name] for name in sorted(found)]
 
     def pieces(self) -> list[Piece]:
         """The local boxes, views of live memory, in chunk and leaf order.
 
         Returns:
-            The pieces. Fused QKV gives one a query group and tensor; buffers (a router's expert bias) are volatile.
+            The pieces. Fused QKV gives one a query group and tensor; buffers (a router's expert bias) are volatile. Those
+            of quantised parameters follow: codes and scales where they lie, global scales in memory of the exporter.
 
         Raises:
             PlanError: See ``specs``.
         """
-        return list(self._planned().pieces)
+        return [*self._planned().pieces, *self._stored().pieces()]
+
+    def own(self, boxes: Sequence[tuple[str, Box]], specs: Sequence[TensorSpec]) -> list[Piece]:
+        """See ``Exporter.own``. With quantised parameters anywhere in the run, ``settle`` makes their global scales."""
+        self._stored().own([], specs)
+        self.settle_always = self._stored().num_compared > 0
+        return super().own(boxes, specs)
 
     def settle(self) -> float:
+        """Make every parameter current: forced gathers, then the global scales of quantised parameters.
+
+        *Collective*: over the data parallel groups, then over ``group``; every rank must call it at the same step end.
+        *Stream*: the current one; on return the gathers have finished.
+
+        Returns:
+            Seconds that it took; 0 when no chunk overlaps the gather and nothing is quantised.
+
+        Raises:
+            PlanError: On every rank: parts of a quantised weight, or fused ones, have different amaxes.
+        """
+        took = self._gather()
+        if self.settle_always:
+            took += self._stored().settle()
+        return took
+
+    def _gather(self) -> float:
         """Force the parameter all-gather that ``overlap_param_gather`` leaves to the next forward pass.
 
         Without it a rank sees old values outside its own part of the distributed optimizer, and parameters of modules
@@ -156,6 +197,7 @@ class MegatronExporter(Exporter):
         Raises:
             PlanError: Naming the tensors that moved or went; make a new exporter and plan.
         """
+        self._stored().check_alive()
         now = {
             (i, name): tensor
             for i, model in enumerate(self._models)
@@ -180,6 +222,12 @@ class MegatronExporter(Exporter):
         if ddp is None or not _overlaps(ddp):
             return []
         return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+
+    def _stored(self) -> StoredExporter:
+        """The exporter of the quantised parameters, with none where there are none: its collectives need every rank."""
+        if self._quantised is None:
+            self._quantised = StoredExporter(self._planned().stored, checkpoint=self._checkpoint, group=self._group)
+        return self._quantised
 
     def _planned(self) -> ExportPlan:
         if self._plan is None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from megasync.adapters.megatron_stored import StandIns
 from megasync.errors import MissingPackageError
 
 
@@ -46,11 +47,13 @@ class Owner:
         name: Name in the chunk.
         tensor: The parameter or buffer itself.
         is_parameter: False for a buffer, which something other than the optimizer writes.
+        stored: The parameter itself where it is kept quantised; ``tensor`` is its stand-in then.
     """
 
     name: str
     tensor: torch.Tensor
     is_parameter: bool
+    stored: Any = None
 
 
 class ChunkMemory:
@@ -58,10 +61,11 @@ class ChunkMemory:
 
     Args:
         model: The unwrapped chunk.
+        stand_ins: Of its quantised parameters.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        owners = [Owner(n, p, True) for n, p in model.named_parameters()]
+    def __init__(self, model: torch.nn.Module, stand_ins: StandIns) -> None:
+        owners = [Owner(n, stand_ins.plain(p), True, stand_ins.parameter(p)) for n, p in model.named_parameters()]
         owners += [Owner(n, b, False) for n, b in model.named_buffers()]
         self.refused = [f"{o.name}: {reason}" for o in owners if (reason := _not_plain(o.tensor))]
         self._owners = sorted((o for o in owners if not _not_plain(o.tensor) and o.tensor.numel()), key=_start_of)
@@ -102,11 +106,12 @@ class ChunkMemory:
         return missing
 
 
-def read_leaves(model: Any, metadata: Mapping[str, Any]) -> tuple[list[Leaf], list[str]]:
+def read_leaves(model: Any, metadata: Mapping[str, Any], stand_ins: StandIns) -> tuple[list[Leaf], list[str]]:
     """Read a chunk's leaves.
 
     Args:
         model: The unwrapped chunk.
+        stand_ins: Of its quantised parameters, whose leaves are views of these.
         metadata: Passed to ``sharded_state_dict``; it decides how keys are spelt.
 
     Returns:
@@ -125,7 +130,11 @@ def read_leaves(model: Any, metadata: Mapping[str, Any]) -> tuple[list[Leaf], li
     for name, entry in _flatten("", model.sharded_state_dict(prefix="", metadata=dict(metadata))):
         if isinstance(entry, ShardedObject):
             continue  # `_extra_state`: no weights
-        built = _flatten(name, entry.build()) if isinstance(entry, ShardedTensorFactory) else [(name, entry)]
+        if isinstance(entry, ShardedTensorFactory):
+            # The factory cuts what it is given: a quantised parameter would become dequantised copies.
+            built = _flatten(name, replace(entry, data=stand_ins.plain(entry.data)).build())
+        else:
+            built = [(name, entry)]
         for inner, shard in built:
             if not isinstance(shard, ShardedTensor):
                 refused.append(f"{inner}: a {type(shard).__name__} among the leaves")
@@ -133,7 +142,7 @@ def read_leaves(model: Any, metadata: Mapping[str, Any]) -> tuple[list[Leaf], li
                 refused.append(f"{inner}: sharded over data parallel ranks by FSDP")
             elif shard.data is None or shard.flattened_range is not None:
                 refused.append(f"{inner}: a leaf without its local tensor")
-            elif reason := _not_plain(shard.data):
+            elif reason := _not_plain(data := stand_ins.plain(shard.data)):
                 refused.append(f"{inner}: {reason}")
             else:
                 num = shard.prepend_axis_num
@@ -141,7 +150,7 @@ def read_leaves(model: Any, metadata: Mapping[str, Any]) -> tuple[list[Leaf], li
                     Leaf(
                         inner,
                         shard.key,
-                        shard.data.detach(),
+                        data.detach(),
                         tuple(shard.global_offset[:num]),
                         tuple(shard.global_offset[num:]),
                         tuple(shard.global_shape[num:]),

@@ -14,7 +14,9 @@ import torch
 
 from megasync.adapters.megatron_leaves import ChunkMemory, Leaf, Owner, read_leaves, unsupported
 from megasync.adapters.megatron_rows import split_rows
+from megasync.adapters.megatron_stored import StandIns, stored_weight
 from megasync.adapters.names import NameTable, Target, take_apart
+from megasync.adapters.transformer_engine import StoredWeight, codes_of, storage_of
 from megasync.errors import PlanError
 from megasync.trainer.exporter import Piece
 from megasync.types import Box, TensorSpec
@@ -59,7 +61,9 @@ class Anchorage:
 
     @staticmethod
     def of(chunk: int, name: str, tensor: torch.Tensor) -> Anchorage:
-        """Where a tensor is now."""
+        """Where a tensor is now: its codes, where it is kept quantised."""
+        codes = codes_of(tensor) if storage_of(tensor) is not None else None
+        tensor = tensor if codes is None else codes
         return Anchorage(chunk, name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
@@ -70,11 +74,13 @@ class ExportPlan:
     Attributes:
         specs: Canonical tensors by name.
         pieces: Views of live memory, in chunk and leaf order.
+        stored: Regions of parameters that are kept quantised, in the same order; neither in ``specs`` nor ``pieces``.
         anchorages: The live tensors under them.
     """
 
     specs: dict[str, TensorSpec]
     pieces: list[Piece]
+    stored: list[StoredWeight]
     anchorages: list[Anchorage]
 
 
@@ -111,6 +117,7 @@ class _Planning:
         self.vocab_size = vocab_size
         self.specs: dict[str, TensorSpec] = {}
         self.pieces: dict[tuple[str, Box], Piece] = {}
+        self.stored: dict[tuple[str, Box], StoredWeight] = {}
         self.anchorages: dict[tuple[int, str], Anchorage] = {}
         self.unmapped: dict[str, list[str]] = {}
         self.refused: list[str] = []
@@ -137,12 +144,15 @@ class _Planning:
             complaints.append(f"{len(self.refused)} things that cannot be exported: {'; '.join(self.refused)}")
         if complaints:
             raise PlanError("the Megatron export cannot be planned: " + "; ".join(complaints))
-        return ExportPlan(self.specs, list(self.pieces.values()), list(self.anchorages.values()))
+        return ExportPlan(
+            self.specs, list(self.pieces.values()), list(self.stored.values()), list(self.anchorages.values())
+        )
 
     def _chunk(self, number: int, model: Any, metadata: Mapping[str, Any]) -> None:
-        leaves, refused = read_leaves(model, metadata)
+        stand_ins = StandIns(model)
+        leaves, refused = read_leaves(model, metadata, stand_ins)
         # After the leaves: asking for them makes a router turn its expert bias back to FP32, in new memory.
-        memory = ChunkMemory(model)
+        memory = ChunkMemory(model, stand_ins)
         self.refused += list(dict.fromkeys([*memory.refused, *refused]))
         config = model.config
         aliases = self.names.aliases(
@@ -193,10 +203,15 @@ class _Planning:
         except ValueError as e:
             self.refused.append(f"{leaf.name}: {e}")
             return
-        self.anchorages[chunk, owner.name] = Anchorage.of(chunk, owner.name, owner.tensor)
+        anchor = owner.tensor if owner.stored is None else owner.stored
+        self.anchorages[chunk, owner.name] = Anchorage.of(chunk, owner.name, anchor)
         for span in split.spans(start[0], leaf.data.shape[0] if leaf.data.dim() else 1):
             name = target.names[span.part]
             extents = (split.totals[span.part], *shape[1:]) if leaf.shape else ()
+            if owner.stored is not None:
+                box = Box((span.start, *start[1:]), (span.count, *leaf.data.shape[1:]))
+                self._stored(chunk, leaf, owner, target, name, span.local, extents, box, aliases.get(name, ()))
+                continue
             spec = TensorSpec(name, dtype, extents, target.layer, target.cut, aliases=aliases.get(name, ()))
             if self.specs.setdefault(name, spec) != spec:
                 self.refused.append(f"{leaf.name}: {name} is {spec} here, but {self.specs[name]} in another leaf")
@@ -207,6 +222,42 @@ class _Planning:
             first = self.pieces.setdefault((name, box), piece)
             if first.data.data_ptr() != view.data_ptr():
                 self.refused.append(f"{leaf.name}: this rank holds {name} {box} twice, in different memory")
+
+    def _stored(
+        self,
+        chunk: int,
+        leaf: Leaf,
+        owner: Owner,
+        target: Target,
+        name: str,
+        local: int,
+        extents: tuple[int, ...],
+        box: Box,
+        aliases: tuple[str, ...],
+    ) -> None:
+        """Rows of a leaf of a quantised parameter, whose data is a view of the stand-in."""
+        if aliases:
+            self.refused.append(f"{leaf.name}: {name} is tied to {', '.join(aliases)}: keep tied weights unquantised")
+            return
+        view = leaf.data.narrow(0, local, box.extent[0])
+        try:
+            record = stored_weight(
+                name,
+                owner.stored,
+                owner.tensor,
+                view,
+                extents,
+                box,
+                layer=target.layer,
+                cut=target.cut,
+                chunk=chunk,
+            )
+        except ValueError as e:
+            self.refused.append(f"{leaf.name}: {e}")
+            return
+        first = self.stored.setdefault((name, box), record)
+        if first.param is not record.param or first.local != record.local:
+            self.refused.append(f"{leaf.name}: this rank holds {name} {box} twice, in different memory")
 
 
 def _latent(

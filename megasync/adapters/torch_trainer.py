@@ -41,11 +41,17 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 class TensorExporter(Exporter):
     """Exports named tensors whole.
 
+    Only the tensors that were given are looked at: a trainer that puts another tensor in the place of one of them is not
+    noticed, for nothing tells. ``of_module`` keeps the module and notices.
+
     Args:
         tensors: Canonical name to live tensor; tensors of equal storage, offset, shape and strides become one with
             aliases.
         layer_of: Layer of a name; by default the number after ``layers``, ``h`` or ``blocks``.
         volatile: Names that something other than the optimizer writes.
+
+    Raises:
+        TypeError: Something else than a mapping of names to plain torch tensors.
     """
 
     def __init__(
@@ -55,7 +61,10 @@ class TensorExporter(Exporter):
         layer_of: Callable[[str], int] = layer_of_name,
         volatile: Iterable[str] = (),
     ) -> None:
+        _check_tensors(tensors)
         self._layer_of, self._volatile = layer_of, frozenset(volatile)
+        self._module: torch.nn.Module | None = None
+        self._saved: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._aliases: dict[str, list[str]] = {}
         seen: dict[tuple[object, ...], str] = {}
@@ -67,12 +76,24 @@ class TensorExporter(Exporter):
             seen[place] = name
             self._tensors[name] = tensor
             self._aliases[name] = []
-        self._places = {name: _place(t) for name, t in self._tensors.items()}
+        self._marks = [_mark(t) for t in self._tensors.values()]
 
     @classmethod
     def of_module(cls, module: torch.nn.Module, *, volatile: Iterable[str] = ()) -> TensorExporter:
-        """Parameters and persistent buffers of a module under their state-dict names."""
-        return cls(module.state_dict(keep_vars=True), volatile=volatile)
+        """Parameters and persistent buffers of a module under their state-dict names.
+
+        The module is kept: parameters that are replaced, added, tied or removed later end the publications with an error.
+
+        Raises:
+            TypeError: Not a module, or one with weights that are no plain tensors.
+        """
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"TensorExporter.of_module got a {type(module).__name__}, expected a torch.nn.Module")
+        state = module.state_dict(keep_vars=True)
+        # What get_extra_state() gives is no weight.
+        found = cls({n: t for n, t in state.items() if isinstance(t, torch.Tensor)}, volatile=volatile)
+        found._module, found._saved = module, _saved_tensors(module)
+        return found
 
     def specs(self) -> list[TensorSpec]:
         """See ``Exporter.specs``."""
@@ -99,14 +120,67 @@ class TensorExporter(Exporter):
         ]
 
     def check_alive(self) -> None:
-        """See ``Exporter.check_alive``."""
-        moved = [n for n, t in self._tensors.items() if _place(t) != self._places[n]]
+        """See ``Exporter.check_alive``; with ``of_module`` also that the module still has these tensors and no others."""
+        moved = [n for (n, t), mark in zip(self._tensors.items(), self._marks, strict=True) if _mark(t) != mark]
+        if self._module is not None:
+            now, saved = _saved_tensors(self._module), self._saved
+            if now.keys() != saved.keys():
+                moved += [f"{n} was added" for n in now.keys() - saved.keys()]
+                moved += [f"{n} is gone" for n in saved.keys() - now.keys()]
+            moved += [
+                f"{n} was replaced"
+                for n, t in now.items()
+                if (was := saved.get(n)) is not t and was is not None and _mark(t) != _mark(was)
+            ]
         if moved:
             raise PlanError(
                 f"{len(moved)} tensors moved since the plan was made ({', '.join(moved[:5])}): weights must be updated "
-                f"in place; start the callback again after replacing them"
+                f"in place; start the callback again with a new exporter after replacing them"
             )
+
+
+def _check_tensors(tensors: object) -> None:
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"TensorExporter got a {type(tensors).__name__}, expected a mapping of names to tensors: give "
+            "model.state_dict(), or use TensorExporter.of_module(model)"
+        )
+    wrong = [
+        f"{name!r} is a {type(t).__name__}" if not isinstance(t, torch.Tensor) else f"{name!r} is {_kind(t)}"
+        for name, t in tensors.items()
+        if not isinstance(name, str) or not isinstance(t, torch.Tensor) or _kind(t)
+    ]
+    if wrong:
+        raise TypeError(
+            f"TensorExporter takes plain torch tensors by name: {', '.join(wrong[:5])} ({len(wrong)} in all); an optimizer's "
+            "state is none, and sparse or quantised tensors have no memory to read in place"
+        )
+
+
+def _kind(t: torch.Tensor) -> str:
+    """What keeps a tensor from being read in place; empty for a plain one."""
+    return f"a quantised tensor ({t.dtype})" if t.is_quantized else "" if t.layout is torch.strided else str(t.layout)
+
+
+def _saved_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, tied ones under each of their names; without the hooks of ``state_dict``,
+    which take ten times as long."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        at = f"{prefix}." if prefix else ""
+        for name, p in part._parameters.items():
+            if p is not None:
+                found[at + name] = p
+        for name, b in part._buffers.items():
+            if b is not None and name not in part._non_persistent_buffers_set:
+                found[at + name] = b
+    return found
 
 
 def _place(t: torch.Tensor) -> tuple[object, ...]:
     return t.device, t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
+
+
+def _mark(t: torch.Tensor) -> tuple[object, ...]:
+    """What changes when a tensor moves; the step end waits for it, and with thousands of tensors ``_place`` takes long."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype

@@ -154,6 +154,11 @@ class StoredExporter(Exporter):
         self._slots = {g: i for i, g in enumerate(sorted({s.group for s in specs if s.formula in ours}))}
         return super().own(boxes, specs)
 
+    @property
+    def num_compared(self) -> int:
+        """Atomic groups of the run that are kept quantised, on any rank: those whose amaxes ``settle`` compares."""
+        return len(self._slots)
+
     def settle(self) -> float:
         """Derive the global scales, after checking that all parts and fused partners of a weight share one.
 
@@ -222,7 +227,7 @@ def _describe(stored: StoredWeight, checkpoint: Checkpoint, partners: Sequence[t
 
 def _check_storage(stored: StoredWeight, kind: Storage) -> None:
     param, name = stored.param, stored.name
-    codes = param._data if kind == "fp8-tensor" else param._rowwise_data
+    codes = codes_of(param)
     if codes is None:
         raise PlanError(f"{name}: only its column-wise (transposed) copy is stored; keep row-wise usage on")
     scales = param._scale_inv if kind == "fp8-tensor" else param._rowwise_scale_inv
@@ -248,8 +253,19 @@ def _check_storage(stored: StoredWeight, kind: Storage) -> None:
             raise PlanError(f"{name}: its region starts at {stored.local} in the parameter, inside a block of {unit}")
 
 
+def codes_of(param: Any) -> torch.Tensor | None:
+    """The row-wise codes of a quantised parameter, uint8; None where only the column-wise copy is stored.
+
+    Args:
+        param: A parameter of a known storage (``storage_of``).
+    """
+    codes: torch.Tensor | None = param._data if storage_of(param) == "fp8-tensor" else param._rowwise_data
+    return codes
+
+
 def _codes(param: Any) -> torch.Tensor:
-    codes: torch.Tensor = param._data if storage_of(param) == "fp8-tensor" else param._rowwise_data
+    codes = codes_of(param)
+    assert codes is not None, "checked when the exporter was made"
     return codes
 
 

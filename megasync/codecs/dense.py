@@ -17,7 +17,7 @@ from megasync.codecs.base import Codec, EncodedFrame, FrameShape
 from megasync.codecs.planes import compress, pack, split_planes, unpack
 from megasync.codecs.zero_run import BlockKind, decode_into, encode_blocks
 from megasync.errors import FormatError
-from megasync.types import WORD_DTYPES, Entries
+from megasync.types import WORD_DTYPES, Entries, WholeEntries
 
 BLOCK_NBYTES = 1 << 20
 _STORED = 1 << 31
@@ -35,6 +35,8 @@ def block_bounds(tile_words: np.ndarray, word_nbytes: int) -> np.ndarray:
 
 def mask_of(entries: Entries) -> np.ndarray:
     """The dense mask of all touched tiles, one after the other (``<u{w}``)."""
+    if isinstance(entries, WholeEntries):
+        return entries.words
     words = entries.tile_words.astype(np.int64)
     mask = np.zeros(int(words.sum()), dtype=WORD_DTYPES[entries.word_nbytes])
     mask[np.repeat(np.cumsum(words) - words, entries.counts) + entries.positions] = entries.values

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 
 from megasync.codecs.base import Codec
 from megasync.errors import FormatError
+from megasync.frames import ANCHOR_CODEC
 
 GROUP = "megasync.codecs"
 
@@ -39,8 +40,13 @@ def _by_id() -> dict[int, Codec]:
     return {c.id: c for c in codecs().values()}
 
 
+def delta_codecs() -> list[str]:
+    """Names of the codecs that a delta may take: all but the one of anchors, whose frames are full bytes."""
+    return [c.name for c in codecs().values() if c.id != ANCHOR_CODEC]
+
+
 def codec_by_name(name: str) -> Codec:
-    """The codec called ``name``.
+    """The codec called ``name``, that of anchors included.
 
     Raises:
         ValueError: Listing the known names.

@@ -21,6 +21,7 @@ from megasync.errors import FormatError
 from megasync.types import Entries
 
 _local = threading.local()
+_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def unpack_frames(
     shapes: FrameShape,
     frame_tiles: np.ndarray,
     num_changed: np.ndarray,
-    stored: Sequence[memoryview],
+    stored: Sequence[memoryview] | Sequence[np.ndarray],
     planes: np.ndarray,
 ) -> RawFrames:
     """Unpack many frames of one word size.
@@ -107,12 +108,13 @@ def unpack_frames(
     begin = np.concatenate((np.zeros((num, 1), np.int64), np.cumsum(planes, axis=1)), axis=1)
     raw = np.empty_like(planes)
     raw[:, 0] = 4 * np.diff(first)
-    counts = _counts(_unpack(stored, begin, raw, [0])[0], first)
+    data = [np.frombuffer(s, np.uint8) for s in stored]
+    counts = _counts(_unpack(data, begin, raw, [0])[0], first)
     _check_counts(counts, segments, first, num_changed, shapes)
     dense = segments.dense(counts, w)
     raw[:, 1 : 3 + w] = np.add.reduceat(np.where(dense, 0, counts), first[:-1])[:, None]
     raw[:, 3 + w :] = np.add.reduceat(np.where(dense, segments.words, 0), first[:-1])[:, None]
-    found = _unpack(stored, begin, raw, range(1, 3 + 2 * w))
+    found = _unpack(data, begin, raw, range(1, 3 + 2 * w))
     return RawFrames(
         w,
         shapes.tensor_ids,
@@ -134,35 +136,41 @@ def _tile_of(segments: Segments) -> np.ndarray:
 
 
 def _unpack(
-    stored: Sequence[memoryview], begin: np.ndarray, raw: np.ndarray, chosen: Sequence[int]
+    stored: Sequence[np.ndarray], begin: np.ndarray, raw: np.ndarray, chosen: Sequence[int]
 ) -> list[list[np.ndarray]]:
     """Raw bytes of some planes of every frame: ``[len(chosen)][F]``."""
+    size, want = np.diff(begin, axis=1), raw
+    if (size > want)[:, chosen].any():
+        f, plane = np.argwhere((size > want)[:, chosen])[0].tolist()
+        plane = chosen[plane]
+        raise FormatError(
+            f"plane {plane} of a sparse frame: {size[f, plane]} stored bytes for {want[f, plane]} raw ones"
+        )
     out: list[list[np.ndarray]] = []
-    packed: list[memoryview] = []
-    places: list[tuple[int, int]] = []
-    sizes: list[int] = []
+    packed: list[np.ndarray] = []
+    places: list[tuple[int, np.ndarray]] = []
     for k, plane in enumerate(chosen):
-        row: list[np.ndarray] = []
-        columns = (begin[:, plane].tolist(), begin[:, plane + 1].tolist(), raw[:, plane].tolist())
-        for f, (a, b, n) in enumerate(zip(*columns, strict=True)):
-            part = stored[f][a:b]
-            if b - a > n:
-                raise FormatError(f"plane {plane} of a sparse frame: {b - a} stored bytes for {n} raw ones")
-            if b - a < n:
-                packed.append(part)
-                places.append((k, f))
-                sizes.append(n)
-            row.append(np.frombuffer(part, np.uint8))
+        if not want[:, plane].any():
+            out.append([_NOTHING] * len(stored))
+            continue
+        bounds = zip(stored, begin[:, plane].tolist(), begin[:, plane + 1].tolist(), strict=True)
+        row = [s[a:b] for s, a, b in bounds]
+        small = np.flatnonzero(size[:, plane] < want[:, plane])
+        packed += [row[f] for f in small.tolist()]
+        places.append((k, small))
         out.append(row)
     if packed:
-        for (k, f), data in zip(places, _decompress(packed, np.array(sizes, dtype=np.int64)), strict=True):
-            out[k][f] = data
+        sizes = np.concatenate([want[f, chosen[k]] for k, f in places])
+        found = iter(_decompress(packed, sizes))
+        for k, small in places:
+            for f, data in zip(small.tolist(), found, strict=False):
+                out[k][f] = data
     return out
 
 
-def _decompress(packed: Sequence[memoryview], sizes: np.ndarray) -> list[np.ndarray]:
+def _decompress(packed: Sequence[np.ndarray], sizes: np.ndarray) -> list[np.ndarray]:
     """All Zstd frames in one call that holds no lock of the interpreter."""
-    joined = b"".join(packed)
+    joined = b"".join(packed)  # type: ignore[arg-type]
     lengths = np.array([len(p) for p in packed], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     check_zstd_frames(np.frombuffer(joined, np.uint8), starts, lengths, sizes)
@@ -177,20 +185,19 @@ def _decompress(packed: Sequence[memoryview], sizes: np.ndarray) -> list[np.ndar
     except zstandard.ZstdError as e:
         raise FormatError(f"sparse frame: a plane is not a Zstd frame of its length: {e}") from e
     out = [np.frombuffer(found[i], np.uint8) for i in range(len(sizes))]  # type: ignore[arg-type]
-    if any(len(x) != n for x, n in zip(out, sizes.tolist(), strict=True)):
+    if [len(x) for x in out] != sizes.tolist():
         raise FormatError("sparse frame: a plane decodes to another length")
     return out
 
 
 def _counts(planes: Sequence[np.ndarray], first: np.ndarray) -> np.ndarray:
     """Counts of all segments (int64 ``[S]``) from the raw counts planes of the frames, each four byte planes."""
-    raw = planes[0] if len(planes) == 1 else np.concatenate(planes)
-    num = np.diff(first)
-    begin, size = np.repeat(4 * first[:-1], num), np.repeat(num, num)
-    at = begin + np.arange(int(first[-1])) - np.repeat(first[:-1], num)
-    out = raw[at].astype(np.int64)
+    num = np.diff(first).tolist()
+    out = np.concatenate([p[:n] for p, n in zip(planes, num, strict=True)]).astype(np.int64)
     for k in range(1, 4):
-        out |= raw[at + k * size].astype(np.int64) << (8 * k)
+        byte = np.concatenate([p[k * n : (k + 1) * n] for p, n in zip(planes, num, strict=True)])
+        if byte.any():
+            out |= byte.astype(np.int64) << (8 * k)
     return out
 
 

@@ -29,9 +29,12 @@ def check_zstd_frames(data: np.ndarray, starts: np.ndarray, nbytes: np.ndarray, 
     Raises:
         FormatError: It is not; compressed data inside blocks is not looked at.
     """
-    padded = np.concatenate((data, np.zeros(_HEADER_NBYTES, np.uint8)))
+    _require(nbytes > 0, "no Zstd frame with a content size")
+    if not len(starts):
+        return
     stops = starts + nbytes
-    head = padded[starts[:, None] + np.arange(_HEADER_NBYTES)].astype(np.int64)
+    # Past the end of the data the last byte is read again: no field that reaches so far is believed.
+    head = data[np.minimum(starts[:, None] + np.arange(_HEADER_NBYTES), len(data) - 1)].astype(np.int64)
     flags = head[:, 4]
     single = (flags >> 5) & 1
     size_nbytes = _SIZE_NBYTES[flags >> 6] + ((flags >> 6 == 0) & (single == 1))
@@ -44,7 +47,7 @@ def check_zstd_frames(data: np.ndarray, starts: np.ndarray, nbytes: np.ndarray, 
     _require((single == 1) | (head[:, 5] <= _MAX_WINDOW), "a Zstd frame with a window above 128 MiB")
     size = np.zeros(len(starts), dtype=np.int64)
     rows = np.arange(len(starts))
-    for k in range(8):
+    for k in range(int(size_nbytes.max())):
         inside = k < size_nbytes
         size |= np.where(inside, head[rows, np.minimum(at + k, _HEADER_NBYTES - 1)] << (8 * k), 0)
     size += 256 * (size_nbytes == 2)
@@ -55,8 +58,8 @@ def check_zstd_frames(data: np.ndarray, starts: np.ndarray, nbytes: np.ndarray, 
     while len(open_frames):
         here = at[open_frames]
         _require(here + 3 <= stops[open_frames], "a Zstd frame ends inside a block")
-        header = padded[here].astype(np.int64) | (padded[here + 1].astype(np.int64) << 8)
-        header |= padded[here + 2].astype(np.int64) << 16
+        header = data[here].astype(np.int64) | (data[here + 1].astype(np.int64) << 8)
+        header |= data[here + 2].astype(np.int64) << 16
         kind, content = (header >> 1) & 3, header >> 3
         _require((kind != 3) & (content <= _MAX_BLOCK_NBYTES), "a Zstd frame has a block that cannot be")
         at[open_frames] = here + 3 + np.where(kind == 1, 1, content)

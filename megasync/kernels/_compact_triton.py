@@ -18,7 +18,7 @@ _COLUMNS = tl.constexpr(PIECE_COLUMNS)
 
 # Sizes, offsets and slices differ from span to span: a variant compiled for one value would stall the next span.
 _FIND = ["first_piece", "first_vector", "old_step"]
-_CLOSE = ["first_piece", "num_segments"]
+_CLOSE = ["first_piece", "num_segments", "host_totals_address"]
 
 
 @triton.jit(do_not_specialize=_FIND, do_not_specialize_on_alignment=["ids_ptr", "old_offsets_ptr"])
@@ -102,14 +102,25 @@ def close_kernel(
     base_ptr,
     before_ptr,
     counts_ptr,
-    sizes_ptr,
+    starts_ptr,
+    blocks_ptr,
+    finished_ptr,
+    totals_ptr,
+    host_totals_address,
     first_piece,
     num_segments,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of segments: changed words of each, its part of the planes, and where each of its pieces begins."""
-    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """A block of segments: changed words of each, where it begins in the planes of its block, and where its pieces do.
+
+    The last program to finish turns the blocks' sizes into their beginnings, so that a span needs no launch more and
+    no host. ``starts`` has two rows (entries, dense words) of a segment each, ``blocks`` two of a block each, ``totals``
+    the two sums; they also go to ``host_totals_address``, which may be mapped host memory. ``finished`` is zero before.
+    """
+    block = tl.program_id(0)
+    num_blocks = tl.num_programs(0)
+    s = block * BLOCK + tl.arange(0, BLOCK)
     valid = s < num_segments
     begin = tl.load(first_piece_ptr + s, mask=valid, other=0) - first_piece
     end = tl.load(first_piece_ptr + s + 1, mask=valid, other=0) - first_piece
@@ -126,6 +137,30 @@ def close_kernel(
         before = tl.where(last >= 0, last, before)
     words = tl.load(segment_words_ptr + s, mask=valid, other=1)
     dense = total.to(tl.int64) * (2 + W) >= words * W
+    entries = tl.where(dense | (s >= num_segments), 0, total.to(tl.int64))
+    masks = tl.where(dense & valid, words, 0)
     tl.store(counts_ptr + s, total, mask=valid)
-    tl.store(sizes_ptr + s, tl.where(dense, 0, total.to(tl.int64)), mask=valid)
-    tl.store(sizes_ptr + num_segments + s, tl.where(dense, words, 0), mask=valid)
+    tl.store(starts_ptr + s, tl.cumsum(entries, 0) - entries, mask=valid)
+    tl.store(starts_ptr + num_segments + s, tl.cumsum(masks, 0) - masks, mask=valid)
+    tl.store(blocks_ptr + block, tl.sum(entries, 0))
+    tl.store(blocks_ptr + num_blocks + block, tl.sum(masks, 0))
+    # The sums must be out before this program counts as finished, whichever warp wrote them.
+    tl.debug_barrier()
+    if tl.atomic_add(finished_ptr, 1, sem="acq_rel") == num_blocks - 1:
+        all_entries = tl.full((), 0, tl.int64)
+        all_masks = tl.full((), 0, tl.int64)
+        for at in range(0, num_blocks, BLOCK):
+            b = at + tl.arange(0, BLOCK)
+            there = b < num_blocks
+            # Volatile: written by programs on other multiprocessors.
+            e = tl.load(blocks_ptr + b, mask=there, other=0, volatile=True)
+            m = tl.load(blocks_ptr + num_blocks + b, mask=there, other=0, volatile=True)
+            tl.store(blocks_ptr + b, all_entries + tl.cumsum(e, 0) - e, mask=there)
+            tl.store(blocks_ptr + num_blocks + b, all_masks + tl.cumsum(m, 0) - m, mask=there)
+            all_entries += tl.sum(e, 0)
+            all_masks += tl.sum(m, 0)
+        host_ptr = host_totals_address.to(tl.pointer_type(tl.int64))
+        tl.store(totals_ptr, all_entries)
+        tl.store(totals_ptr + 1, all_masks)
+        tl.store(host_ptr, all_entries)
+        tl.store(host_ptr + 1, all_masks)

@@ -1,6 +1,6 @@
 """Second pass of ``kernels.compact``: imported only by that module, only where Triton is installed.
 
-Reads the few vectors that differ again, writes planes and sums, and then the snapshot. Comes after ``_compact_triton``.
+Reads the few vectors that differ again, writes planes and sums, and then the new bytes over the old ones. Comes after ``_compact_triton``.
 """
 
 # mypy: ignore-errors
@@ -16,7 +16,16 @@ from megasync.kernels.compact_runs import PIECE_COLUMNS
 _COLUMNS = tl.constexpr(PIECE_COLUMNS)
 
 # Sizes, offsets and slices differ from span to span: a variant compiled for one value would stall the next span.
-_SIZES = ["first_piece", "first_vector", "first_segment", "num_segments", "entries_stride", "dense_stride", "old_step"]
+_SIZES = [
+    "first_piece",
+    "first_vector",
+    "first_segment",
+    "num_segments",
+    "num_blocks",
+    "entries_room",
+    "dense_room",
+    "old_step",
+]
 
 
 @triton.jit
@@ -38,45 +47,55 @@ def _unit_terms(byte, old, new, LANE: tl.constexpr, VB: tl.constexpr):
     return was, now - was
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["ids_ptr", "old_offsets_ptr"])
+@triton.jit(
+    do_not_specialize=_SIZES, do_not_specialize_on_alignment=["ids_ptr", "old_offsets_ptr", "segment_words_ptr"]
+)
 def emit_kernel(
     ids_ptr,
     pieces_ptr,
     old_address,
     old_offsets_ptr,
     old_step,
-    snapshot_address,
     found_ptr,
     stored_ptr,
     base_ptr,
     before_ptr,
-    sizes_ptr,
-    ends_ptr,
+    counts_ptr,
+    segment_words_ptr,
+    starts_ptr,
+    blocks_ptr,
+    totals_ptr,
     entries_ptr,
-    entries_stride,
+    entries_room,
     dense_ptr,
-    dense_stride,
+    dense_room,
     lanes_ptr,
     first_piece,
     first_vector,
     first_segment,
     num_segments,
+    num_blocks,
     VB: tl.constexpr,
     W: tl.constexpr,
     IDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CLOSED: tl.constexpr,
 ):
-    """One piece: the entries of its changed words, their sums, then the new bytes into the snapshot."""
+    """One piece: the entries of its changed words, their sums, then the new bytes in place of the old ones.
+
+    Does nothing at all where the span's words do not fit into ``entries_room`` and ``dense_room``: the host sees the
+    same totals and does the span again. Rows of the planes are as long as the totals say. ``CLOSED`` is the block of
+    ``close_kernel``.
+    """
     piece = tl.program_id(0) + first_piece
     if IDS:
         piece = tl.load(ids_ptr + tl.program_id(0))
     piece_ptr = pieces_ptr + piece.to(tl.int64) * _COLUMNS
     piece -= first_piece
     stored = tl.load(stored_ptr + piece)
-    # Out here: a variable may not change its type inside a branch.
-    entries_stride = entries_stride.to(tl.int64)
-    dense_stride = dense_stride.to(tl.int64)
-    if stored > 0:
+    entries_stride = tl.load(totals_ptr)
+    dense_stride = tl.load(totals_ptr + 1)
+    if (stored > 0) & (entries_stride <= entries_room) & (dense_stride <= dense_room):
         found_ptr += tl.load(piece_ptr + 14) - first_vector
         live = tl.load(piece_ptr)
         live_step = tl.load(piece_ptr + 1)
@@ -84,16 +103,16 @@ def emit_kernel(
         shift = tl.load(piece_ptr + 3)
         per_row = tl.load(piece_ptr + 4).to(tl.int32)
         begin = tl.load(piece_ptr + 5).to(tl.int32)
-        offset = tl.load(piece_ptr + 7)
         old_address += tl.load(old_offsets_ptr + piece.to(tl.int64) * old_step)
         position_0 = tl.load(piece_ptr + 8).to(tl.int32)
         position_step = tl.load(piece_ptr + 9).to(tl.int32)
         flat_0 = tl.load(piece_ptr + 10)
         flat_step = tl.load(piece_ptr + 11)
         segment = tl.load(piece_ptr + 13) - first_segment
-        mask_words = tl.load(sizes_ptr + num_segments + segment)
-        mask_start = tl.load(ends_ptr + num_segments + segment) - tl.load(ends_ptr + num_segments - 1) - mask_words
-        slot_0 = tl.load(ends_ptr + segment) - tl.load(sizes_ptr + segment) + tl.load(base_ptr + piece)
+        block = segment // CLOSED
+        dense = tl.load(counts_ptr + segment).to(tl.int64) * (2 + W) >= tl.load(segment_words_ptr + segment) * W
+        mask_start = tl.load(starts_ptr + num_segments + segment) + tl.load(blocks_ptr + num_blocks + block)
+        slot_0 = tl.load(starts_ptr + segment) + tl.load(blocks_ptr + block) + tl.load(base_ptr + piece)
         before_0 = tl.load(before_ptr + piece)
         lane = tl.arange(0, BLOCK)
         old_a = tl.zeros((BLOCK,), tl.uint64)
@@ -126,7 +145,7 @@ def emit_kernel(
                 if W < 8:
                     word = word & ((1 << (8 * W)) - 1)
                 there = valid & (word != 0)
-                if mask_words > 0:
+                if dense:
                     for p in tl.static_range(W):
                         at = dense_ptr + p * dense_stride + mask_start + position
                         tl.store(at, ((word >> (8 * p)) & 0xFF).to(tl.uint8), mask=there)
@@ -162,4 +181,4 @@ def emit_kernel(
             k = begin + tl.load(found_ptr + j, mask=valid, other=0).to(tl.int32)
             row, column = row_of(k, multiplier, shift, per_row)
             new = load_vectors(live + row.to(tl.int64) * live_step + column.to(tl.int64) * VB, valid, VB)
-            store_vectors(snapshot_address + offset + k.to(tl.int64) * VB, new, valid, VB)
+            store_vectors(old_address + k.to(tl.int64) * VB, new, valid, VB)

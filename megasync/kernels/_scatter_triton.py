@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasync.kernels._common_triton import change_terms, remap, touch_word, unsigned
+from megasync.kernels._common_triton import change_terms, remap, touch_word, unsigned, word_term
 from megasync.kernels.records import AXIS_HEAD, HEAD
 
 # Sizes and offsets differ from launch to launch: a variant compiled for one value would stall the next launch.
@@ -31,6 +31,14 @@ def _value(planes_ptr, stride, at, mask, W: tl.constexpr):
     for i in tl.static_range(1, W):
         value |= tl.load(planes_ptr + i * stride + at, mask=mask, other=0).to(value.dtype) << (8 * i)
     return value
+
+
+@triton.jit
+def _value_term(flat, value, part, LANE: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr):
+    """Contribution of words (or nibbles ``part`` of words) to a lane, as uint64; arguments as for ``change_terms``."""
+    if PARTS > 1:
+        return word_term(flat * W + part // 2, value, (part % 2) * 4, LANE, 1)
+    return word_term(flat, value, 0, LANE, W)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["entries_ptr", "dense_ptr"])
@@ -60,7 +68,7 @@ def scatter_kernel(
 ):
     """One segment.
 
-    SUMS: 0 none, 2 new minus old, 4 touched-old too. CHECK counts positions past the end and zero values.
+    SUMS: 0 none, 1 the new words, 2 new minus old, 4 touched-old and new minus old. CHECK counts positions past the end and zero values.
     """
     entries_stride = entries_stride.to(tl.int64)
     dense_stride = dense_stride.to(tl.int64)
@@ -114,7 +122,7 @@ def scatter_kernel(
                 inside = inside & valid
                 if PARTS > 1:
                     change = ((value >> (4 * part)) & 15).to(tl.int32)
-                    if SUMS < 4:  # the old sums are of whole touched words, nibbles that stay included
+                    if SUMS == 0 or SUMS == 2:  # sums of old or new words are of whole ones, nibbles that stay included
                         inside = inside & (change != 0)
                 else:
                     change = value
@@ -122,19 +130,24 @@ def scatter_kernel(
                 if SUMS > 0:
                     seen = inside & counted
                     new = tl.where(seen, old ^ unsigned(change, 1 if PARTS > 1 else W), 0)
-                    old = tl.where(seen, old, 0)
-                    was_a, change_a = change_terms(flat, old, new, part, 0, W, PARTS)
-                    was_b, change_b = change_terms(flat, old, new, part, 1, W, PARTS)
-                    new_a += change_a
-                    new_b += change_b
-                    if SUMS > 2:
-                        old_a += was_a
-                        old_b += was_b
+                    if SUMS == 1:
+                        new_a += _value_term(flat, new, part, 0, W, PARTS)
+                        new_b += _value_term(flat, new, part, 1, W, PARTS)
+                    else:
+                        old = tl.where(seen, old, 0)
+                        was_a, change_a = change_terms(flat, old, new, part, 0, W, PARTS)
+                        was_b, change_b = change_terms(flat, old, new, part, 1, W, PARTS)
+                        new_a += change_a
+                        new_b += change_b
+                        if SUMS > 2:
+                            old_a += was_a
+                            old_b += was_b
             row += _ROW_HEAD + ND * (_ROW_AXIS + 3 * TT)
     if SUMS > 0:
         sums_ptr = lanes_ptr + tl.load(tile_ptr + 2).to(tl.int64) * 4
-        tl.atomic_add(sums_ptr + 2, tl.sum(new_a.to(tl.int64), 0), sem="relaxed")
-        tl.atomic_add(sums_ptr + 3, tl.sum(new_b.to(tl.int64), 0), sem="relaxed")
+        news_ptr = sums_ptr if SUMS == 1 else sums_ptr + 2
+        tl.atomic_add(news_ptr, tl.sum(new_a.to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(news_ptr + 1, tl.sum(new_b.to(tl.int64), 0), sem="relaxed")
         if SUMS > 2:
             tl.atomic_add(sums_ptr, tl.sum(old_a.to(tl.int64), 0), sem="relaxed")
             tl.atomic_add(sums_ptr + 1, tl.sum(old_b.to(tl.int64), 0), sem="relaxed")

@@ -73,7 +73,8 @@ def walk_kernel(
 ):
     """One chunk of one box.
 
-    PIECE: bytes that lie together. WRITE: with XOR on; off it only reads. SUMS: 2 all bytes' sums, 4 old and change.
+    PIECE: bytes that lie together. WRITE: with XOR on; off it only reads. SUMS: 1 changed words as they are after, 2 all
+    bytes, 4 changed words as they were, and the change.
     """
     item = items_ptr + tl.load(pieces_ptr + 2 * tl.program_id(0)).to(tl.int64) * (_WALK_HEAD + _WALK_DIGIT * DIGITS)
     begin = tl.load(pieces_ptr + 2 * tl.program_id(0) + 1) * _CHUNK
@@ -130,16 +131,22 @@ def walk_kernel(
                     touched_1 = word_mask(change_1, W)
                     new_0 = (old_0 ^ change_0) & touched_0
                     new_1 = (old_1 ^ change_1) & touched_1
-                    old_0 = old_0 & touched_0
-                    old_1 = old_1 & touched_1
                     weight_a = group_weight(canonical, 0)
                     weight_b = group_weight(canonical, 1)
-                    was_a = weight_a * (_sum8(old_0, 0, 0) + _sum8(old_1, 2, 0))
-                    was_b = weight_b * (_sum8(old_0, 0, 1) + _sum8(old_1, 2, 1))
-                    old_a += was_a
-                    old_b += was_b
-                    new_a += weight_a * (_sum8(new_0, 0, 0) + _sum8(new_1, 2, 0)) - was_a
-                    new_b += weight_b * (_sum8(new_0, 0, 1) + _sum8(new_1, 2, 1)) - was_b
+                    is_a = weight_a * (_sum8(new_0, 0, 0) + _sum8(new_1, 2, 0))
+                    is_b = weight_b * (_sum8(new_0, 0, 1) + _sum8(new_1, 2, 1))
+                    if SUMS == 1:
+                        old_a += is_a
+                        old_b += is_b
+                    else:
+                        old_0 = old_0 & touched_0
+                        old_1 = old_1 & touched_1
+                        was_a = weight_a * (_sum8(old_0, 0, 0) + _sum8(old_1, 2, 0))
+                        was_b = weight_b * (_sum8(old_0, 0, 1) + _sum8(old_1, 2, 1))
+                        old_a += was_a
+                        old_b += was_b
+                        new_a += is_a - was_a
+                        new_b += is_b - was_b
         else:
             if PIECE == 4:
                 all_0 = _piece(address, valid, 4) | (_piece(address + step, valid, 4) << 32)
@@ -227,13 +234,15 @@ def word_kernel(
                 seen = inside & counted
                 new = tl.where(seen, old, 0)
             if SUMS > 0:
-                old = tl.where(seen, old, 0)
+                # After a write: what the words are now goes where the sums of old words would.
+                old = new if SUMS == 1 else tl.where(seen, old, 0)
                 was_a, change_a = change_terms(flat, old, new, part, 0, W, PARTS)
                 was_b, change_b = change_terms(flat, old, new, part, 1, W, PARTS)
                 old_a += was_a
                 old_b += was_b
-                new_a += change_a
-                new_b += change_b
+                if SUMS > 2:
+                    new_a += change_a
+                    new_b += change_b
     if SUMS > 0:
         sums_ptr = lanes_ptr + tl.load(box + 1).to(tl.int64) * 4
         tl.atomic_add(sums_ptr, tl.sum(old_a.to(tl.int64), 0), sem="relaxed")

@@ -1,63 +1,40 @@
 """Finds the changed words of live weights, in wire form, and brings the snapshot up to date.
 
 Old and new are read once; the few vectors that differ are read again to make planes and digest sums and to write the
-new bytes into the snapshot. The snapshot is in HBM, or in pinned host memory and comes up through staging slots while
-only changed vectors go down. Comes after ``compact_plan``, before the outer codec. Must import nothing of megasync
-but kernels.
+new bytes into the snapshot. The snapshot is in HBM, or in pinned host memory and goes up and down through staging slots.
+Comes after ``compact_plan``, before the outer codec; ``compact_launch`` queues the
+kernels. Must import nothing of megasync but kernels.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from megasync.kernels import dispatch
-from megasync.kernels.compact_feed import DirectFeed, OldBytes, StagedFeed
+from megasync.kernels.compact_launch import CompactPart, Launches
 from megasync.kernels.compact_plan import CompactPlan, Span
 from megasync.kernels.compact_reference import compact_reference
-from megasync.kernels.planes import Planes
 
 SPAN_NBYTES = 1 << 30
-"""Live bytes of a span by default. Two scratches of a quarter of it are held; a span takes the GPU 0.5 ms, twice as
-long as it takes the host to issue it, so that the GPU does not wait."""
+"""Live bytes of a span by default; a scratch of a quarter of it is held."""
 
-STAGED_SPAN_NBYTES = 1 << 26
-"""Live bytes of a span by default where the snapshot is in host memory; as much HBM is held for each staging slot."""
+STAGED_SPAN_NBYTES = 384 << 20
+"""The most where the snapshot is in host memory; as much HBM is held for each staging slot. Each span interrupts what
+computes beside it for a moment, so that a few long ones cost less than many short ones."""
+
+_LEAST_STAGED_NBYTES = 64 << 20
+_STAGED_RATIO = 1 / 8
 
 
-@dataclass(frozen=True, slots=True)
-class CompactPart:
-    """The changed words of one span.
+def staged_span_nbytes(live_nbytes: int) -> int:
+    """Live bytes of a span by default where the snapshot is in host memory.
 
-    Attributes:
-        span: The segments.
-        planes: On the live words' device; the counts are of the span's segments.
-        job: Number of the plan, where several are worked on together.
+    Args:
+        live_nbytes: Of the whole compaction: slots are there to save device memory, so they stay a part of it.
     """
-
-    span: Span
-    planes: Planes
-    job: int = 0
-
-
-@dataclass(slots=True)
-class _Found:
-    """What a span leaves on the device between the two passes."""
-
-    span: Span
-    classes: list[tuple[int, torch.Tensor | None, int]]
-    found: torch.Tensor
-    pieces: torch.Tensor
-    counts: torch.Tensor
-    sizes: torch.Tensor
-    ends: torch.Tensor
-    totals: torch.Tensor
-    ready: torch.cuda.Event | None
-    old: OldBytes
+    return max(_LEAST_STAGED_NBYTES, min(STAGED_SPAN_NBYTES, int(live_nbytes * _STAGED_RATIO)))
 
 
 def compact_(
@@ -85,10 +62,12 @@ def compact_(
     Raises:
         ValueError: On a snapshot or lanes that do not fit the plan.
 
-    *Stream*: runs on the stream that is current at the first ``next`` (and a private copy stream); the host waits
-    only for the sizes of each span, which are ready while the next span is being read. Live words must not change
-    before the work of the last part is done. *Memory*: two scratches of a quarter of a span (2 bytes for each vector
-    of 8), and the staging slots.
+    *Stream*: runs on the stream that is current at the first ``next``, which must be the one of the call (and a private
+    copy stream that begins to read the snapshot at once). The kernels of all spans are queued without a wait, but for
+    copies of a snapshot in host memory, which the host waits for: a stream that waited for them would hold up other
+    streams where all share one queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Live words must not change before the last part was
+    given. *Memory*: a scratch of a quarter of a span (2 bytes for each vector of 8), the staging slots, and room for
+    the planes of some spans (``compact_launch``).
     """
     return compact_jobs_([(plan, lanes)], snapshot, span_nbytes=span_nbytes, num_slots=num_slots)
 
@@ -99,6 +78,7 @@ def compact_jobs_(
     *,
     span_nbytes: int | None = None,
     num_slots: int = 3,
+    queued: Callable[[], None] | None = None,
 ) -> Iterator[CompactPart]:
     """Several compactions (of different word sizes, say) as one pipeline, so that the GPU does not wait between them.
 
@@ -107,6 +87,8 @@ def compact_jobs_(
         snapshot: As for `compact_`; all plans read it.
         span_nbytes: As for `compact_`.
         num_slots: As for `compact_`.
+        queued: Called on the stream when every read of live words is queued, before the first of the last parts is
+            given; once more where a span had to be done over.
 
     Yields:
         The parts of the first job, then those of the second, and so on.
@@ -121,16 +103,28 @@ def compact_jobs_(
     staged = [_check(plan, snapshot, lanes) for plan, lanes in jobs]
     if num_slots < 2:
         raise ValueError(f"{num_slots} staging slots: at least 2, so that copy and comparison overlap")
-    nbytes = span_nbytes or (STAGED_SPAN_NBYTES if any(staged) else SPAN_NBYTES)
+    default = staged_span_nbytes(sum(plan.nbytes for plan, _ in jobs)) if any(staged) else SPAN_NBYTES
+    nbytes = span_nbytes or default
     spans = [(i, span) for i, (plan, _) in enumerate(jobs) for span in plan.spans(nbytes)]
     if not spans:
-        return iter(())
-    device = jobs[0][0].device
-    if not dispatch.uses_triton(device):
-        return (CompactPart(s, compact_reference(jobs[i][0], s, snapshot, jobs[i][1]), i) for i, s in spans)
-    with_plans = [(jobs[i][0], s) for i, s in spans]
-    feed = StagedFeed(snapshot, with_plans, num_slots) if any(staged) else DirectFeed(snapshot, with_plans)
-    return _pipeline(jobs, snapshot, spans, feed)
+        return iter(())  # nothing to read, so nothing to queue
+    if dispatch.uses_triton(jobs[0][0].device):
+        return Launches(jobs, snapshot, spans, num_slots if any(staged) else 0, queued).parts()
+    return _on_host(jobs, snapshot, spans, queued)
+
+
+def _on_host(
+    jobs: Sequence[tuple[CompactPlan, torch.Tensor]],
+    snapshot: torch.Tensor,
+    spans: Sequence[tuple[int, Span]],
+    queued: Callable[[], None] | None,
+) -> Iterator[CompactPart]:
+    """The reference, span by span."""
+    for number, (i, span) in enumerate(spans, 1):
+        planes = compact_reference(jobs[i][0], span, snapshot, jobs[i][1])
+        if number == len(spans) and queued is not None:
+            queued()
+        yield CompactPart(span, planes, i)
 
 
 def _check(plan: CompactPlan, snapshot: torch.Tensor, lanes: torch.Tensor) -> bool:
@@ -154,128 +148,3 @@ def _check(plan: CompactPlan, snapshot: torch.Tensor, lanes: torch.Tensor) -> bo
     if snapshot.device.type != "cpu" or not snapshot.is_pinned():
         raise ValueError(f"the snapshot is on {snapshot.device}: it must be on {plan.device} or in pinned host memory")
     return True
-
-
-def _pipeline(
-    jobs: Sequence[tuple[CompactPlan, torch.Tensor]],
-    snapshot: torch.Tensor,
-    spans: list[tuple[int, Span]],
-    feed: DirectFeed | StagedFeed,
-) -> Iterator[CompactPart]:
-    """Finds one span ahead of emitting, so that the device never waits for the host to learn a span's sizes."""
-    widest = max(s.vectors[1] - s.vectors[0] for _, s in spans)
-    scratch = [torch.empty(widest, dtype=torch.int16, device=jobs[0][0].device) for _ in spans[:2]]
-    ahead: deque[_Found] = deque()
-    for i in range(len(spans) + 1):
-        if i < len(spans):
-            job, span = spans[i]
-            ahead.append(_find(jobs[job][0], span, scratch[i % 2], feed.open(i)))
-        if i > 0:
-            job, span = spans[i - 1]
-            planes = _emit(jobs[job][0], ahead.popleft(), snapshot, jobs[job][1])
-            feed.close(i - 1)
-            yield CompactPart(span, planes, job)
-
-
-def _find(plan: CompactPlan, span: Span, scratch: torch.Tensor, old: OldBytes) -> _Found:
-    """Launches the first pass of a span and asks for its sizes."""
-    from megasync.kernels._compact_triton import close_kernel, find_kernel
-
-    first, end = span.pieces
-    num, segments = end - first, span.segments[1] - span.segments[0]
-    classes: list[tuple[int, torch.Tensor | None, int]] = []
-    for vector, numbers, table in plan.classes:
-        low, high = np.searchsorted(numbers, span.pieces).tolist()
-        if high > low:
-            classes.append((vector, None if high - low == num else table[low:high], high - low))
-    pieces = torch.empty((5, max(num, 1)), dtype=torch.int32, device=plan.device)
-    stored, changed, last, base, before = pieces
-    for vector, ids, count in classes:
-        find_kernel[(count,)](
-            pieces if ids is None else ids,
-            plan.table,
-            old.address,
-            old.offsets,
-            old.step,
-            scratch,
-            stored,
-            changed,
-            last,
-            first,
-            span.vectors[0],
-            VB=vector,
-            W=plan.word_nbytes,
-            IDS=ids is not None,
-            STEP=256,
-            num_warps=1,
-        )
-    counts = torch.empty(segments, dtype=torch.int32, device=plan.device)
-    sizes = torch.empty((2, segments), dtype=torch.int64, device=plan.device)
-    close_kernel[(-(-segments // 128),)](
-        plan.first_piece_table[span.segments[0] :],
-        plan.segment_words_table[span.segments[0] :],
-        stored,
-        changed,
-        last,
-        base,
-        before,
-        counts,
-        sizes,
-        first,
-        segments,
-        W=plan.word_nbytes,
-        BLOCK=128,
-        num_warps=4,
-    )
-    ends = torch.cumsum(sizes.view(-1), dim=0)  # flat: a scan along two rows of a matrix is far slower
-    last = ends[segments - 1 :: segments]
-    if plan.device.type == "cpu":
-        return _Found(span, classes, scratch, pieces, counts, sizes, ends, last, None, old)
-    totals = torch.empty(2, dtype=torch.int64, pin_memory=True)
-    totals.copy_(last, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-    return _Found(span, classes, scratch, pieces, counts, sizes, ends, totals, ready, old)
-
-
-def _emit(plan: CompactPlan, done: _Found, snapshot: torch.Tensor, lanes: torch.Tensor) -> Planes:
-    """Launches the second pass of a span, once its sizes are known."""
-    from megasync.kernels._emit_triton import emit_kernel
-
-    if done.ready is not None:
-        done.ready.synchronize()
-    num_entries, total = done.totals.tolist()
-    num_dense = total - num_entries
-    w, device = plan.word_nbytes, plan.device
-    entries = torch.empty((2 + w, num_entries), dtype=torch.uint8, device=device)
-    dense = torch.zeros((w, num_dense), dtype=torch.uint8, device=device)
-    for vector, ids, count in done.classes if num_entries + num_dense else []:
-        emit_kernel[(count,)](
-            done.pieces if ids is None else ids,
-            plan.table,
-            done.old.address,
-            done.old.offsets,
-            done.old.step,
-            snapshot.data_ptr(),
-            done.found,
-            done.pieces[0],
-            done.pieces[3],
-            done.pieces[4],
-            done.sizes,
-            done.ends,
-            entries,
-            entries.stride(0),
-            dense,
-            dense.stride(0),
-            lanes,
-            done.span.pieces[0],
-            done.span.vectors[0],
-            done.span.segments[0],
-            len(done.counts),
-            VB=vector,
-            W=w,
-            IDS=ids is not None,
-            BLOCK=64,
-            num_warps=1,
-        )
-    return Planes(w, done.counts, entries, dense)

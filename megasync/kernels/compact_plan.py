@@ -37,12 +37,14 @@ class Packing:
     """What a staging slot holds while a span is compared (see ``compact_feed``).
 
     Attributes:
-        runs: First snapshot byte, end, and place in the slot of each run.
+        up: First snapshot byte, end, and place in the slot of each run that is copied up; short gaps are copied along.
+        down: The same of what the pieces of the span cover, and nothing else.
         offsets: int64 ``[P]`` on the device, place of vector 0 of each piece, relative to the slot (may be negative).
         nbytes: Bytes of the slot.
     """
 
-    runs: tuple[tuple[int, int, int], ...]
+    up: tuple[tuple[int, int, int], ...]
+    down: tuple[tuple[int, int, int], ...]
     offsets: torch.Tensor
     nbytes: int
 
@@ -68,7 +70,9 @@ class CompactPlan:
             device.
         device: Where the live words are.
         snapshot_nbytes: Bytes that the snapshot must have at least.
+        nbytes: Live bytes compared.
         packings: Kept by ``compact_feed``.
+        rooms: Entries that each span has room for next time, kept by ``compact_launch``.
     """
 
     word_nbytes: int
@@ -86,13 +90,10 @@ class CompactPlan:
     classes: tuple[tuple[int, np.ndarray, torch.Tensor], ...]
     device: torch.device
     snapshot_nbytes: int
+    nbytes: int
     packings: dict[Span, Packing] = field(default_factory=dict, repr=False)
+    rooms: dict[Span, int] = field(default_factory=dict, repr=False)
     _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict, repr=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Live bytes compared."""
-        return int((self.rows[:, 6] * self.vector_nbytes).sum())
 
     def spans(self, max_nbytes: int) -> tuple[Span, ...]:
         """Cuts the plan into spans of whole segments of about ``max_nbytes`` live bytes (at least one segment each).
@@ -178,6 +179,7 @@ def plan_compact(
         tuple((v, ids, torch.from_numpy(ids).to(device)) for v, ids in classes),
         device,
         int((table[:, 7] + (table[:, 5] + table[:, 6]) * vector_nbytes).max(initial=0)),
+        int((table[:, 6] * vector_nbytes).sum()),
     )
 
 

@@ -14,6 +14,8 @@ from enum import IntEnum
 
 import torch
 
+from megasync.kernels.amax import magnitude_bits
+
 BLOCK = 16
 """Consecutive elements of the last axis that share a scale; also the rows of a two-dimensional block."""
 
@@ -41,35 +43,6 @@ class Order(IntEnum):
     TE = 0
     MODELOPT = 1
     COMPRESSED = 2
-
-
-def amax_reference(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of a box.
-
-    Args:
-        x: bfloat16 or float32, any shape (empty allowed), any device, any strides.
-
-    Returns:
-        fp32 scalar on the same device; +inf where any element is NaN or infinite, 0 for an empty box.
-    """
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
-    largest = magnitude_bits(x).amax().view(x.dtype).float()
-    return torch.where(torch.isfinite(largest), largest, torch.inf)
-
-
-def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
-    """Bits of ``|x|``, which order like the magnitudes, NaN above infinity above all; integers reduce twice as fast.
-
-    Args:
-        x: bfloat16 or float32, any shape, any strides.
-
-    Returns:
-        int16 or int32 of the same shape.
-    """
-    if x.dtype is torch.bfloat16:
-        return x.view(torch.int16) & 0x7FFF
-    return x.view(torch.int32) & 0x7FFFFFFF
 
 
 def e2m1_codes(y: torch.Tensor) -> torch.Tensor:

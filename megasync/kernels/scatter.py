@@ -16,7 +16,9 @@ from megasync.kernels.scatter_plan import ScatterLaunch, ScatterPlan
 from megasync.kernels.scatter_reference import scatter_reference
 from megasync.types import SEGMENT_WORDS
 
-SUMS_NONE, SUMS_CHANGE, SUMS_ALL = 0, 2, 4
+SUMS_NONE, SUMS_NEW, SUMS_CHANGE, SUMS_ALL = 0, 1, 2, 4
+"""Digest sums along a pass: none, of the touched words as they are after a write (columns 0 and 1), of new minus old (2 and
+3), or of the touched words as they were and of new minus old (all four)."""
 
 # Mean entries of a segment up to which a launch shape was the fastest on an H200: entries taken at a time, warps.
 _SHAPES = ((90, 64, 1), (500, 512, 4), (float("inf"), 1024, 8))
@@ -34,7 +36,7 @@ def new_lanes(plan: ScatterPlan) -> torch.Tensor:
 
 
 def scatter_xor_(
-    plan: ScatterPlan, planes: Planes, lanes: torch.Tensor | None = None, *, touched_old: bool = False
+    plan: ScatterPlan, planes: Planes, lanes: torch.Tensor | None = None, *, sums: int = SUMS_CHANGE
 ) -> None:
     """XORs the changed words into the live storages.
 
@@ -42,10 +44,10 @@ def scatter_xor_(
         plan: Tables and layout.
         planes: Entries and dense planes of the plan's segments, on the storages' device (pinned memory: see
             ``scatter_stream``).
-        lanes: int64 ``[num_tensors, 4]``, storages' device, contiguous: the sums of new minus old of the words that
-            each record marked for digests really had are added to columns 2 and 3. None sums nothing and is faster,
-            since then no atomic waits for its result.
-        touched_old: Add the old words' sums to columns 0 and 1 too.
+        lanes: int64 ``[num_tensors, 4]``, storages' device, contiguous: sums over the records marked for digests, of
+            the words that were really there, are added. None sums nothing and is faster, since then no atomic waits
+            for its result.
+        sums: Which: ``SUMS_NEW``, ``SUMS_CHANGE`` or ``SUMS_ALL``.
 
     Raises:
         ValueError: When planes or lanes do not fit the plan.
@@ -54,7 +56,7 @@ def scatter_xor_(
     applying the same planes again restores every byte.
     """
     check_planes(plan, planes, lanes, plan.records.device)
-    sums = SUMS_NONE if lanes is None else (SUMS_ALL if touched_old else SUMS_CHANGE)
+    sums = SUMS_NONE if lanes is None else sums
     if not dispatch.uses_triton(plan.records.device):
         scatter_reference(plan, planes, lanes, write=True, sums=sums)
         return
@@ -136,6 +138,7 @@ def launch_scatter(
     block: int | None = None,
     num_warps: int | None = None,
     atomic: bool | None = None,
+    rehearse: bool = False,
 ) -> None:
     """Launches the kernel on segments ``begin`` to ``end`` of a launch; arguments already checked.
 
@@ -146,7 +149,7 @@ def launch_scatter(
         lanes: Sums, or None where ``sums`` is 0.
         faults: Fault count, or None for no check.
         write: XOR; else only read.
-        sums: 0, 2 or 4 columns.
+        sums: ``SUMS_NONE``, or which sums are added to ``lanes``.
         begin: First segment.
         end: End of the segments, None for all.
         entries_before: Entries of the plan that ``planes`` leaves out at its start.
@@ -154,6 +157,8 @@ def launch_scatter(
         block: Entries a program takes at a time, None to choose by the mean count.
         num_warps: Warps of a program, None to choose.
         atomic: XOR by atomics, or read and write back; None to choose by the mean count.
+        rehearse: Launch the same kernel on one segment without changes instead, so that it is compiled and loaded: its
+            first launch takes a second otherwise, and not inside a pause.
     """
     from megasync.kernels._scatter_triton import scatter_kernel
 
@@ -169,8 +174,9 @@ def launch_scatter(
     if atomic is None:
         atomic = mean < _SHARED_SECTORS * SEGMENT_WORDS * w / 32
     unused = launch.segments
-    scatter_kernel[(end - begin,)](
-        launch.segments[begin:end],
+    segments = launch.segments[begin:end] if not rehearse else torch.zeros_like(launch.segments[:1])
+    scatter_kernel[(len(segments),)](
+        segments,
         launch.tiles,
         group.table,
         planes.entries,

@@ -11,7 +11,7 @@ import torch
 from megasync.kernels.planes import WORD_DTYPES, Planes, expand_reference, segments_of
 from megasync.kernels.records import AXIS_HEAD, HEAD, RecordGroup
 from megasync.kernels.scatter_plan import TILE_HEAD, ScatterLaunch, ScatterPlan
-from megasync.kernels.weights import change_terms_reference
+from megasync.kernels.weights import change_terms_reference, word_terms_reference
 from megasync.types import SEGMENT_WORDS
 
 _CHUNK = 1 << 16  # words evaluated at a time: a row of the record table is gathered for each
@@ -73,7 +73,7 @@ def scatter_reference(plan: ScatterPlan, planes: Planes, lanes: torch.Tensor | N
         planes: Entries and dense planes, on the device of the storages.
         lanes: int64 ``[num_tensors, 4]``, added to; None where ``sums`` is 0.
         write: XOR; else only read.
-        sums: 0, 2 (new minus old) or 4 columns.
+        sums: 0 none, 1 the new words (columns 0 and 1), 2 new minus old (2 and 3), 4 touched-old words and new minus old.
 
     Returns:
         Entries that break the format: position past the segment or tile, or value 0. They are left out.
@@ -118,7 +118,7 @@ def _reference_chunk(
             inside, offset, flat = remap_reference(group, record, coords, part, parts)
             change = (value >> (4 * part)) & 15 if group.nibble else value
             inside &= has
-            if sums < 4:  # the old sums are of whole touched words, nibbles that stay included
+            if sums in (0, 2):  # sums of old or new words are of whole ones, nibbles that stay included
                 inside &= change != 0
             storage = torch.from_numpy(group.storage).to(record.device)[record]
             for s in torch.unique(storage[inside]).tolist():
@@ -126,10 +126,12 @@ def _reference_chunk(
                 old = touch_reference(plan.records.storages[s], offset[mine], change[mine], w, group.nibble, write)
                 if lanes is None or not sums:
                     continue
-                terms = change_terms_reference(
-                    flat[mine], old, old ^ change[mine], w, 4 * part if group.nibble else None
-                )
-                terms[:, : 4 - sums] = 0
+                new, bit = old ^ change[mine], 4 * part if group.nibble else None
+                if sums == 1:
+                    terms = torch.nn.functional.pad(word_terms_reference(flat[mine], new, w, bit), (0, 2))
+                else:
+                    terms = change_terms_reference(flat[mine], old, new, w, bit)
+                    terms[:, : 4 - sums] = 0
                 counted = group.table[record[mine], 2] != 0
                 lanes.index_add_(0, rows[mine, 2][counted], terms[counted])
 

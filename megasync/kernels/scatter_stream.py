@@ -12,7 +12,7 @@ import torch
 
 from megasync.kernels import dispatch
 from megasync.kernels.planes import Planes
-from megasync.kernels.scatter import check_planes, launch_scatter
+from megasync.kernels.scatter import SUMS_CHANGE, SUMS_NONE, check_planes, launch_scatter
 from megasync.kernels.scatter_plan import ScatterLaunch, ScatterPlan
 from megasync.types import SEGMENT_WORDS
 
@@ -100,7 +100,12 @@ class EntryRing:
 
 
 def scatter_xor_streamed_(
-    plan: ScatterPlan, planes: Planes, ring: EntryRing, lanes: torch.Tensor | None = None, *, touched_old: bool = False
+    plan: ScatterPlan,
+    planes: Planes,
+    ring: EntryRing,
+    lanes: torch.Tensor | None = None,
+    *,
+    sums: int = SUMS_CHANGE,
 ) -> None:
     """XORs changed words from pinned host memory into the live storages.
 
@@ -109,7 +114,7 @@ def scatter_xor_streamed_(
         planes: Entries and dense planes in pinned host memory.
         ring: Slots of the plan's word size.
         lanes: As for ``scatter_xor_``.
-        touched_old: As for ``scatter_xor_``.
+        sums: As for ``scatter_xor_``.
 
     Raises:
         ValueError: When planes, ring or lanes do not fit the plan, or planes are not pinned.
@@ -127,7 +132,7 @@ def scatter_xor_streamed_(
         )
     if any(t.numel() and not t.is_pinned() for t in (planes.entries, planes.dense)):
         raise ValueError("planes must be in pinned host memory: from pageable memory a copy waits for the host")
-    sums = 0 if lanes is None else 4 if touched_old else 2
+    sums = SUMS_NONE if lanes is None else sums
     for launch in plan.launches:
         for begin, end in chunks_of(launch, ring.chunk_entries):
             entries = (int(launch.first_entry[begin]), int(launch.first_entry[end]))

@@ -10,13 +10,13 @@ import torch
 from megasync.kernels.planes import WORD_DTYPES
 from megasync.kernels.scatter_reference import coordinates_reference, remap_reference, touch_reference
 from megasync.kernels.walk_plan import WalkPlan
-from megasync.kernels.weights import change_terms_reference
+from megasync.kernels.weights import change_terms_reference, word_terms_reference
 
 _CHUNK = 1 << 18
 
 
 def walk_reference(
-    plan: WalkPlan, mask: torch.Tensor | None, lanes: torch.Tensor | None, *, write: bool = True
+    plan: WalkPlan, mask: torch.Tensor | None, lanes: torch.Tensor | None, *, write: bool = True, after: bool = False
 ) -> None:
     """Digests the boxes of a plan, or XORs masks into them and digests what changes.
 
@@ -26,6 +26,7 @@ def walk_reference(
         lanes: int64 ``[num_tensors, 4]``, added to: sums of all words into columns 0 and 1, or with a mask sums of
             the old words that change into 0 and 1 and of new minus old into 2 and 3. None sums nothing.
         write: With a mask: XOR it in, else only read.
+        after: With a mask: sums of the words that change as they are after the XOR, into columns 0 and 1, instead.
     """
     records = plan.records
     w, device = records.word_nbytes, records.device
@@ -57,5 +58,8 @@ def walk_reference(
                     old = touch_reference(storage, offset[inside], change, w, group.nibble, write and mask is not None)
                     if lanes is not None and int(group.rows[record, 2]):
                         bit = 4 * part if group.nibble else None
-                        terms = change_terms_reference(flat[inside], old, old ^ change, w, bit).sum(0)
-                        lanes[int(group.owners[record])] += terms
+                        if after:
+                            terms = word_terms_reference(flat[inside], old ^ change, w, bit).sum(0)
+                        else:
+                            terms = change_terms_reference(flat[inside], old, old ^ change, w, bit).sum(0)
+                        lanes[int(group.owners[record]), : len(terms)] += terms

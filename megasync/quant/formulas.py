@@ -15,30 +15,15 @@ never changes what it computes; a different rule is a new version. Must import n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Literal
 
 import torch
 
+from megasync.kernels.fp8_reference import Fp8Order
 from megasync.kernels.nvfp4_reference import Order
 
 Source = Literal["BF16", "F32"]
 TORCH_SOURCES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
-
-
-class Fp8Order(Enum):
-    """Order of operations of the FP8 formulas; ``a`` is the amax of the block, row or tensor.
-
-    * ``DEEPGEMM``: ``a' = max(a, 1e-4)``, scale = a' / 448, code = e4m3(x * (448 / a')); with power-of-two scales
-      scale = 2^ceil(log2(a' / 448)), code = e4m3(x * (1 / scale)).
-    * ``TE``: f = 448 / a (1 where a is 0, FLT_MAX where that overflows), its mantissa cleared for power-of-two scales;
-      scale = 1 / f, code = e4m3(x * f).
-    * ``DIVIDE``: scale = a / 448 (1 where that is 0), code = e4m3(x / scale).
-    """
-
-    DEEPGEMM = "deepgemm"
-    TE = "te"
-    DIVIDE = "divide"
 
 
 @dataclass(frozen=True, slots=True)

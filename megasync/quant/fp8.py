@@ -13,17 +13,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
-from megasync.kernels.nvfp4_reference import E4M3_MAX, FLT_MAX
+from megasync.kernels import fp8_reference as reference
+from megasync.kernels.fp8_batch import Batch, Region
+from megasync.kernels.fp8_reference import Fp8Order, ceil_power_of_two, e8m0_bytes
 from megasync.quant.blocks import check_box, check_source, require_finite
-from megasync.quant.formulas import Formula, Fp8Order
+from megasync.quant.formulas import Formula
 from megasync.types import Box
 
-_DEEPGEMM_FLOOR = 1e-4
-_MANTISSA = 0x007FFFFF
-_EXPONENT = 0x7F800000
-_CHUNK_ELEMENTS = 1 << 20
+__all__ = [
+    "Fp8",
+    "ceil_power_of_two",
+    "constants",
+    "dequantize",
+    "e8m0_bytes",
+    "e8m0_values",
+    "fill_",
+    "quantize",
+    "scale_and_factor",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +48,6 @@ class Fp8:
     scales: torch.Tensor
 
 
-def block_amax(data: torch.Tensor, formula: Formula) -> torch.Tensor:
-    """Largest magnitude of each block or row of a box.
-
-    Args:
-        data: bfloat16 or float32 ``[rows, columns]``, any strides.
-        formula: An ``fp8`` formula per block or per row.
-
-    Returns:
-        fp32 ``[blocks of rows, blocks of columns]``; not finite where an element is not finite.
-    """
-    height, width = formula.block
-    if not width:
-        return data.abs().amax(dim=1, keepdim=True).float()
-    rows, columns = data.shape
-    padded = pad(data.abs(), (0, -columns % width, 0, -rows % height))
-    return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax(dim=(1, 3)).float()
-
-
 def scale_and_factor(a: torch.Tensor, formula: Formula) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode scale of each amax, and what the weights meet: a factor, or a divisor for the ``DIVIDE`` order.
 
@@ -68,48 +58,21 @@ def scale_and_factor(a: torch.Tensor, formula: Formula) -> tuple[torch.Tensor, t
     Returns:
         Two fp32 tensors of the same shape, finite and positive.
     """
-    # Tensors as divisors and dividends: with a number torch may multiply by a reciprocal instead, which rounds twice.
-    top = torch.full_like(a, E4M3_MAX)
-    if formula.order is Fp8Order.TE:
-        factor = torch.div(top, a).clamp(max=FLT_MAX)
-        factor = torch.where(a == 0, 1.0, factor)
-        if formula.pow2:
-            factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
-        return factor.reciprocal(), factor
-    if formula.order is Fp8Order.DEEPGEMM:
-        scale = torch.div(a.clamp(min=_DEEPGEMM_FLOOR), top)
-        if formula.pow2:
-            scale = ceil_power_of_two(scale)
-        return scale, scale.reciprocal()
-    scale = torch.div(a, top)
-    scale = torch.where(scale == 0, 1.0, scale)
-    return scale, scale
+    assert isinstance(formula.order, Fp8Order)
+    return reference.scale_and_factor(a, formula.order, formula.pow2)
 
 
-def ceil_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two not below each scale, by bits (ue8m0 range 2^-126 to 2^127).
+def constants(amax: torch.Tensor, formula: Formula) -> torch.Tensor:
+    """Scale and factor of whole tensors, as the quantising pass takes them.
 
     Args:
-        scale: fp32, any shape, finite and positive.
+        amax: fp32 ``[...]``, finite: reduced amaxes.
+        formula: An ``fp8`` formula per tensor.
 
     Returns:
-        fp32 of the same shape.
+        fp32 ``[..., 2]`` on the same device.
     """
-    bits = scale.view(torch.int32)
-    exponent = (bits >> 23) + ((bits & _MANTISSA) != 0).to(torch.int32)
-    return (exponent.clamp(1, 254) << 23).view(torch.float32)
-
-
-def e8m0_bytes(scale: torch.Tensor) -> torch.Tensor:
-    """Bytes of power-of-two scales as ``F8_E8M0`` checkpoints store them: the biased exponent.
-
-    Args:
-        scale: fp32, any shape, powers of two from 2^-127 to 2^127, as the ue8m0 and pow2 formulas make them.
-
-    Returns:
-        uint8 of the same shape.
-    """
-    return (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return torch.stack(scale_and_factor(amax, formula), dim=-1)
 
 
 def e8m0_values(raw: torch.Tensor) -> torch.Tensor:
@@ -143,32 +106,15 @@ def fill_(
 
     *Stream*: the current stream; nothing is synchronised.
     """
-    data = data.detach()
-    rows, columns = data.shape
-    height = formula.block[0]
+    assert isinstance(formula.order, Fp8Order)
     whole = None
-    if formula.block == (0, 0):
+    if not formula.block[0]:
         assert amax is not None
-        whole = scale_and_factor(amax.reshape(()), formula)
+        whole = constants(amax.reshape(1), formula)
         if scales is not None:
-            scales.copy_(whole[0].reshape(scales.shape))
-        if codes is None:
-            return
-    step = _CHUNK_ELEMENTS // max(columns, 1) // 128 * 128 or 128
-    for start in range(0, rows, step):
-        part = data[start : start + step]
-        if whole is None:
-            scale, factor = scale_and_factor(block_amax(part, formula), formula)
-            if scales is not None:
-                first = start // height
-                scales[first : first + scale.shape[0]] = scale
-            factor = _spread(factor, formula.block, part.shape)
-        else:
-            factor = whole[1]
-        if codes is not None:
-            y = torch.div(part.float(), factor) if formula.order is Fp8Order.DIVIDE else part.float() * factor
-            e4m3 = y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-            codes[start : start + step] = e4m3.view(torch.uint8)
+            scales.copy_(whole[0, 0].reshape(scales.shape))
+    region = Region(data.detach(), 0, codes, scales if whole is None else None)
+    Batch([region], formula.block, formula.order, formula.pow2).quantize_(whole)
 
 
 def quantize(
@@ -234,12 +180,4 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, formula: Formula) -> t
         float32 ``[rows, columns]``.
     """
     values = codes.view(torch.float8_e4m3fn).float()
-    return values * (_spread(scales, formula.block, values.shape) if formula.block[0] else scales)
-
-
-def _spread(blocks: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """One value per element from one per block (rows broadcast instead)."""
-    height, width = block
-    if not width:
-        return blocks
-    return blocks.repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
+    return values * (reference.spread(scales, formula.block, values.shape) if formula.block[0] else scales)

@@ -1,8 +1,8 @@
 """The two passes over everything that a rank quantises: amaxes of its regions, then their codes, scales and global scales.
 
-Made once from the owned regions, run at every publication with the exchange of amaxes between the passes. NVFP4 regions go
-as batches, one launch a pass and formula; FP8 regions one by one. Comes after the ownership plan, driven by
-``trainer.quantised``. Must import nothing above kernels.
+Made once from the owned regions, run at every publication with the exchange of amaxes between the passes. All regions go in
+one launch a pass and formula, and all global scales of a formula in one. Comes after the ownership plan (``quant.jobs``
+makes the regions), driven by ``trainer.quantised``. Must import nothing above kernels.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megasync.kernels.nvfp4 import amax_
-from megasync.kernels.nvfp4_batch import Batch, Region
+from megasync.kernels import fp8_batch, nvfp4_batch
+from megasync.kernels.amax import AmaxBatch
+from megasync.kernels.fp8_reference import Fp8Order
 from megasync.kernels.nvfp4_reference import BLOCK, Order
 from megasync.quant import fp8, nvfp4
 from megasync.quant.formulas import Formula
@@ -30,7 +31,7 @@ class Job:
         codes: uint8 buffer of its codes, or None where another rank owns them. Regions with codes make up the amax, so
             that each weight enters it on one rank.
         scales: Buffer of its block scales (uint8 for NVFP4, fp32 for FP8), or None.
-        e8m0: uint8 buffer that takes the exponents of ``scales``, where the checkpoint stores those.
+        e8m0: uint8 buffer of its block scales where the checkpoint stores exponents, or None.
     """
 
     formula: Formula
@@ -58,6 +59,21 @@ class ScalarJob:
     reciprocal: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PassBytes:
+    """Bytes that the passes move through memory, each element counted once a pass.
+
+    Attributes:
+        amax_read: Read by the amax pass.
+        quantise_read: Read by the quantising pass.
+        quantise_written: Written by it, global scales included.
+    """
+
+    amax_read: int
+    quantise_read: int
+    quantise_written: int
+
+
 class Passes:
     """Both passes over fixed regions.
 
@@ -71,18 +87,33 @@ class Passes:
     def __init__(
         self, jobs: Sequence[Job], scalars: Sequence[ScalarJob], num_slots: int, device: torch.device | str
     ) -> None:
-        self._scalars = list(scalars)
-        self._fp8 = [j for j in jobs if j.formula.family == "fp8"]
         self._values = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        by_formula: dict[Formula, list[Region]] = {}
+        # FP8 scales of blocks and rows need no amax of the whole, but NaN must be seen before a buffer is written.
+        self._amax = AmaxBatch([(j.data, j.slot) for j in jobs if j.codes is not None])
+        by_formula: dict[Formula, list[Job]] = {}
         for j in jobs:
-            if j.formula.family == "nvfp4":
-                region = Region(j.data.detach(), j.slot, j.codes, j.scales)
-                by_formula.setdefault(j.formula, []).append(region)
-        self._batches: dict[Formula, Batch] = {}
-        for f, regions in by_formula.items():
-            assert isinstance(f.order, Order)
-            self._batches[f] = Batch(regions, f.order, f.block[0] == BLOCK)
+            by_formula.setdefault(j.formula, []).append(j)
+        self._nvfp4: dict[Formula, nvfp4_batch.Batch] = {}
+        self._fp8: dict[Formula, fp8_batch.Batch] = {}
+        for f, mine in by_formula.items():
+            if isinstance(f.order, Order):
+                regions = [nvfp4_batch.Region(j.data.detach(), j.slot, j.codes, j.scales) for j in mine]
+                self._nvfp4[f] = nvfp4_batch.Batch(regions, f.order, f.block[0] == BLOCK)
+            else:
+                assert isinstance(f.order, Fp8Order)
+                parts = [fp8_batch.Region(j.data.detach(), j.slot, j.codes, j.scales, j.e8m0) for j in mine]
+                self._fp8[f] = fp8_batch.Batch(parts, f.block, f.order, f.pow2)
+        kinds: dict[tuple[Formula, bool, int], list[ScalarJob]] = {}
+        for s in scalars:
+            kinds.setdefault((s.formula, s.reciprocal, s.out.untyped_storage().data_ptr()), []).append(s)
+        self._scales = [_Scales.of(mine) for mine in kinds.values()]
+
+    @property
+    def nbytes(self) -> PassBytes:
+        """Bytes that the passes move."""
+        moved = [b.nbytes for b in self._nvfp4.values()] + [b.nbytes for b in self._fp8.values()]
+        scalars = sum(4 * len(s.slots) for s in self._scales)
+        return PassBytes(self._amax.nbytes, sum(r for r, _ in moved), sum(w for _, w in moved) + scalars)
 
     def amax(self) -> torch.Tensor:
         """First pass.
@@ -94,11 +125,7 @@ class Passes:
         *Stream*: the current stream; nothing is synchronised.
         """
         self._values.zero_()
-        for batch in self._batches.values():
-            batch.amax_(self._values)
-        for j in self._fp8:
-            if j.codes is not None:
-                amax_(j.data.detach(), self._values[j.slot])
+        self._amax.raise_(self._values)
         return self._values
 
     def fill(self, amaxes: torch.Tensor) -> None:
@@ -109,17 +136,44 @@ class Passes:
 
         *Stream*: the current stream; nothing is synchronised.
         """
-        for f, batch in self._batches.items():
+        for f, batch in self._nvfp4.items():
             batch.quantize_(nvfp4.constants(amaxes, f).contiguous())
-        for j in self._fp8:
-            fp8.fill_(j.data, j.formula, amaxes[j.slot], j.codes, j.scales)
-            if j.e8m0 is not None and j.scales is not None:
-                j.e8m0.copy_(fp8.e8m0_bytes(j.scales))
-        for s in self._scalars:
-            s.out.copy_(_global_scale(amaxes[s.slot], s.formula, s.reciprocal))
+        for f, parts in self._fp8.items():
+            parts.quantize_(fp8.constants(amaxes, f).contiguous() if f.needs_amax else None)
+        for s in self._scales:
+            s.memory[s.places] = s.made_from(amaxes)
 
 
-def _global_scale(amax: torch.Tensor, f: Formula, reciprocal: bool) -> torch.Tensor:
-    if f.family == "fp8":
-        return fp8.scale_and_factor(amax, f)[0]
-    return nvfp4.encode_scale(amax, f) if reciprocal else nvfp4.decode_scale(amax, f)
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """Global scales of one formula in one arena, written by one launch: a rank may own thousands.
+
+    Attributes:
+        formula: How their weights are quantised.
+        reciprocal: They encode rather than decode.
+        slots: int64, device: their slots in the exchange.
+        places: int64, device: where they lie in ``memory``.
+        memory: fp32 ``[n]``, the arena.
+    """
+
+    formula: Formula
+    reciprocal: bool
+    slots: torch.Tensor
+    places: torch.Tensor
+    memory: torch.Tensor
+
+    @staticmethod
+    def of(jobs: Sequence[ScalarJob]) -> _Scales:
+        first = jobs[0]
+        memory = first.out.as_strided((first.out.untyped_storage().nbytes() // 4,), (1,), 0)
+        slots = torch.tensor([j.slot for j in jobs], device=first.out.device)
+        places = torch.tensor([j.out.storage_offset() for j in jobs], device=first.out.device)
+        return _Scales(first.formula, first.reciprocal, slots, places, memory)
+
+    def made_from(self, amaxes: torch.Tensor) -> torch.Tensor:
+        chosen = amaxes[self.slots]
+        if self.formula.family == "fp8":
+            return fp8.scale_and_factor(chosen, self.formula)[0]
+        if self.reciprocal:
+            return nvfp4.encode_scale(chosen, self.formula)
+        return nvfp4.decode_scale(chosen, self.formula)

@@ -15,7 +15,7 @@ from time import perf_counter
 
 import msgspec
 
-from megasync.config import ApplyConfig
+from megasync.config import ApplyConfig, Staging
 from megasync.errors import BaseMismatchError, MegasyncError, NeedsAnchorError, RetryError, TaintedError
 from megasync.manifest import Manifest, check_run
 from megasync.receiver.audit import audit
@@ -28,6 +28,8 @@ from megasync.receiver.ledger import Ledger
 from megasync.receiver.results import AuditResult, StageResult, UpdateResult
 from megasync.receiver.route import Route, steps
 from megasync.receiver.session import Session, advance, make_ready, retreat
+from megasync.receiver.sharing import short_turns
+from megasync.receiver.stage import find
 from megasync.receiver.status import State, Status, StatusFile
 from megasync.receiver.votes import together, vote
 from megasync.schema import names_of
@@ -77,6 +79,7 @@ class Applier:
         self._route = route
         self._clock = clock
         self._pool = ThreadPoolExecutor(self.config.workers, "megasync") if self.config.workers > 1 else None
+        self._quiet = self.config.staging is Staging.QUIET
         self._session: Session | None = None
 
     @property
@@ -121,7 +124,7 @@ class Applier:
         schema = together(self.engine, "schema", lambda: self._reader.schema(newest.schema_digest))
         with self.telemetry.span("bind"):
             binding = bind(self.engine, schema, shadow_limit_nbytes=self.config.shadow_limit_nbytes)
-            backend = together(self.engine, "backend", lambda: make_backend(binding, self._backend))
+            backend = together(self.engine, "backend", lambda: make_backend(binding, self._backend, quiet=self._quiet))
             together(self.engine, "seeding shadows", lambda: binding.shadows.seed(self.engine))
         self._session = Session(
             self.config, self._reader, binding, backend, self._status, self._pool, self.telemetry, self._clock
@@ -146,6 +149,10 @@ class Applier:
             UndoneError: A step failed and was undone; the steps before it hold.
             TaintedError: An undo failed, now or before.
         """
+        with short_turns(self._quiet):
+            return self._update(version)
+
+    def _update(self, version: int | None) -> UpdateResult:
         session, ledger = self._held()
         started = self._clock()
         wanted = self._wanted(version)
@@ -168,13 +175,23 @@ class Applier:
     def stage(self, version: int | None = None) -> StageResult | None:
         """Make the next publication ready while the engine serves; ``update`` then takes it from memory. *Collective*.
 
+        Where the step leads on from the version held, the base is proven here too: all that is left is to write.
+
         Args:
             version: Stage the step that leads to this version; the first one not staged yet by default.
 
         Returns:
             What was staged; None where everything up to the head is held or staged, or the next step is an anchor,
             which is always staged by its own update.
+
+        Raises:
+            BaseMismatchError: Live words are not the base of the step: nothing was touched.
+            RetryError, FormatError, RefetchError, NeedsAnchorError: As ``update``.
         """
+        with short_turns(self._quiet):
+            return self._stage(version)
+
+    def _stage(self, version: int | None) -> StageResult | None:
         session, ledger = self._held()
         wanted = self._wanted(version)
         route = together(self.engine, "route", lambda: self._route(self._reader, ledger, wanted))
@@ -185,6 +202,12 @@ class Applier:
             return None
         ahead = left[0].base_version != ledger.version
         staged = together(self.engine, "staging", lambda: make_ready(session, left[0], ahead=ahead))
+        if not ahead:
+            try:
+                staged.found = find(session.binding, ledger, staged, session.proof_pool)
+            except BaseException:
+                session.staged.pop(left[0].digest, None)
+                raise
         changed = sum(p.num_changed for p in staged.placed)
         return StageResult(left[0].version, ahead, staged.stage_s, staged.fetched.nbytes, staged.nbytes, changed)
 

@@ -1,15 +1,17 @@
 """Apply: the pause. Live weights are changed, read back and proven, or put back as they were.
 
 Status ``updating`` is durable before the engine pauses, and every rank votes between the steps, so that all ranks of an
-engine end at one version. A failure after the first write is undone inside the pause; a failure of the undo is recorded
+engine end at one version. The pause holds the write, its digests, the comparison with what was proven, the vote and nothing
+that can be done before: checks, copies for the undo, the status file, kernels to load. A failure after the first write is undone inside the pause; a failure of the undo is recorded
 as ``tainted`` before anything else. Comes after stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -70,44 +72,81 @@ def apply(
     groups = binding.shadows.touched(proven.ids)
     was = status.now
     saved: dict[str, torch.Tensor] = {}
-    paused = False
     try:
         with vote(binding.engine, f"preparing the apply of version {version}"):
             binding.check_alive()
             binding.engine.check_ready()
             saved = binding.shadows.backup(groups, binding.engine.tensors())
+            for placed in proven.staged.placed:
+                placed.arm()
             status.set(state="updating", target=version)
-        started, paused = clock(), True
-        with vote(binding.engine, f"pausing for version {version}"):
+    except BaseException:
+        _back_to(status, was)
+        raise
+    with _no_collection():
+        started = clock()
+        _pause(binding, proven, status, was)
+        try:
+            _write_and_compare(binding, backend, proven, groups, status, pool)
+        except BaseException as error:
+            if isinstance(error, TaintedError):  # of this rank, or of another: the engine is one whole
+                if status.now.state != "tainted":
+                    taint(binding, status, str(error))
+                raise
+            _undo(binding, backend, proven, status, was, saved, error)
+            raise
+        binding.engine.resume(version)
+        return Applied(clock() - started, tuple(d.name for d in groups))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: of a process with an engine in it that takes longer than the pause."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def _pause(binding: Binding, proven: Proven, status: StatusFile, was: Status) -> None:
+    """Stop the engine on every rank, or let it go on."""
+    try:
+        with vote(binding.engine, f"pausing for version {proven.ledger.version}"):
             binding.engine.pause()
     except BaseException:
         _back_to(status, was)
-        if paused and proven.base is not None:
+        if proven.base is not None:
             with suppress(Exception):
                 binding.engine.resume(proven.base_version)
         raise
-    try:
-        if proven.own is None:
-            (found,) = tally(
-                binding,
-                f"write of version {version}",
-                proven.ids,
-                lambda: [_write(binding, backend, proven, groups, status, pool)],
-            )
-            check_after(binding.schema, version, proven.ids, proven.after, found)
-        else:
-            with vote(binding.engine, f"write of version {version}"):
-                mine = Sums.join(_write(binding, backend, proven, groups, status, pool))
-                check_own(binding.schema, version, proven.own[1], mine)
-    except BaseException as error:
-        if isinstance(error, TaintedError):  # of this rank, or of another: the engine is one whole
-            if status.now.state != "tainted":
-                taint(binding, status, str(error))
-            raise
-        _undo(binding, backend, proven, status, was, saved, error)
-        raise
-    binding.engine.resume(version)
-    return Applied(clock() - started, tuple(d.name for d in groups))
+
+
+def _write_and_compare(
+    binding: Binding,
+    backend: Backend,
+    proven: Proven,
+    groups: Sequence[Derivation],
+    status: StatusFile,
+    pool: ThreadPoolExecutor | None,
+) -> None:
+    """Write on every rank, and compare what is live then with what was proven before: each rank by itself where it knows its
+    own part, else all together."""
+    version = proven.ledger.version
+    if proven.own is None:
+        (found,) = tally(
+            binding,
+            f"write of version {version}",
+            proven.ids,
+            lambda: [_write(binding, backend, proven, groups, status, pool)],
+        )
+        check_after(binding.schema, version, proven.ids, proven.after, found)
+        return
+    with vote(binding.engine, f"write of version {version}"):
+        mine = Sums.join(_write(binding, backend, proven, groups, status, pool))
+        check_own(binding.schema, version, proven.own[1], mine)
 
 
 def _write(

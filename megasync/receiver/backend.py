@@ -82,6 +82,9 @@ class Placed(ABC):
             BaseMismatchError: A copy differs from its primary.
         """
 
+    def arm(self) -> None:  # noqa: B027
+        """Everything of ``write_`` that touches no live memory and takes time, done before the pause; may be left out."""
+
     @abstractmethod
     def xor_(self) -> None:
         """Write. ``prove`` must have been called on the state that is now live."""
@@ -91,7 +94,11 @@ class Placed(ABC):
         """Digest sums over the primary words at the touched positions, read from live memory now."""
 
     def write_(self) -> Sums:
-        """``xor_``, then ``read_back``; backends that can do both while the words are near do."""
+        """``xor_``, then ``read_back``; backends that can do both while the words are near do.
+
+        Returns:
+            What was read back. Where that was already found to be what ``prove`` said, the very object that it returned.
+        """
         self.xor_()
         return self.read_back()
 

@@ -24,15 +24,17 @@ _KNOWN: dict[str, tuple[str, str]] = {
     "sm": ("megasync.receiver.stream", "sm_backend"),
     "gpu": ("megasync.receiver.stream_auto", "AutoBackend"),
 }
+_PACED = ("scatter", "gpu")  # those that can stage quietly
 _BY_DEVICE: dict[str, str] = {"cpu": "cpu", "cuda": "gpu"}
 
 
-def make_backend(binding: Binding, choice: BackendChoice) -> Backend:
+def make_backend(binding: Binding, choice: BackendChoice, *, quiet: bool = False) -> Backend:
     """The backend of a bound engine rank.
 
     Args:
         binding: The rank.
         choice: ``auto``, a known name, or a callable that makes one.
+        quiet: Stage beside an engine that decodes (``config.Staging``); a callable sees to it by itself.
 
     Raises:
         ValueError: Unknown name, weights on several kinds of device, or a device that no known backend writes.
@@ -51,5 +53,6 @@ def make_backend(binding: Binding, choice: BackendChoice) -> Backend:
     if choice not in _KNOWN:
         raise ValueError(f"backend {choice!r} is unknown; known: auto, {', '.join(_KNOWN)}")
     module, name = _KNOWN[choice]
-    made: Backend = getattr(import_module(module), name)(binding)
+    options = {"quiet": quiet} if choice in _PACED else {}
+    made: Backend = getattr(import_module(module), name)(binding, **options)
     return made

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from megasync.receiver.leads import Held
 from megasync.receiver.shadow import Shadows, plan_shadows
 from megasync.receiver.votes import vote
 from megasync.schema import Schema
+from megasync.tiles import strides
 from megasync.types import WORD_DTYPES, Box
 
 _SHOWN = 50
@@ -91,8 +93,20 @@ class Binding:
 
     def frames_of(self, manifest: Manifest) -> np.ndarray:
         """Numbers of the frames that touch tiles of this rank's slices, ascending."""
-        frame, ids, tiles = manifest.frames.touched
-        return np.unique(frame[self.needs(ids, tiles)])
+        table = manifest.frames
+        found = self.made.get("frames of")
+        if isinstance(found, tuple) and found[0] is table:
+            return cast(np.ndarray, found[1])
+        ids, tiles = table.tiles
+        bounds = table.tile_bounds
+        needed = np.zeros(len(table), dtype=bool)
+        for first, last in strides(bounds):
+            here = slice(int(bounds[first]), int(bounds[last]))
+            tile_needed = self.needs(ids[here], tiles[here])
+            needed[first:last] = np.logical_or.reduceat(tile_needed, bounds[first:last] - bounds[first])
+        frames = np.flatnonzero(needed)
+        self.made["frames of"] = table, frames  # asked for several times while a version is staged
+        return frames
 
     def replica_id(self, tensor_id: int) -> int:
         """The id under which sums of words that are replicas here are kept apart from primaries."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -77,23 +78,25 @@ def plan_ranges(manifest: Manifest, frames: np.ndarray, scale: int = 1) -> list[
     table = manifest.frames
     payload, offset = table.columns["payload"][frames], table.columns["offset"][frames].astype(np.int64)
     order = np.lexsort((offset, payload))
-    first = offset[order]
-    columns = [payload[order], first, first + table.nbytes[frames[order]], table.columns["num_changed"][frames[order]]]
+    numbers, payload, start = frames[order], payload[order], offset[order]
+    stop = start + table.nbytes[numbers]
+    words = np.concatenate(([0], np.cumsum(table.columns["num_changed"][numbers], dtype=np.int64)))
+    gap = start[1:] - stop[:-1]
+    far = (payload[1:] != payload[:-1]) | (gap < 0) | (gap > GAP_NBYTES)
     out: list[Range] = []
-    group: list[int] = []
-    start = stop = words = current = 0
-    rows = zip(frames[order].tolist(), *(c.tolist() for c in columns), strict=True)
-    for frame, where, begin, end, changed in rows:
-        near = where == current and 0 <= begin - stop <= GAP_NBYTES
-        if group and not (near and end - start <= scale * RANGE_NBYTES and words + changed <= scale * RANGE_CHANGED):
-            out.append(Range(current, start, stop - start, tuple(group)))
-            group = []
-        if not group:
-            current, start, words = where, begin, 0
-        group.append(frame)
-        stop, words = end, words + changed
-    if group:
-        out.append(Range(current, start, stop - start, tuple(group)))
+    for begin, end in pairwise([0, *(np.flatnonzero(far) + 1).tolist(), len(order)] if len(order) else [0]):
+        here = begin
+        while here < end:
+            # A manifest has no two frames that share a byte, so ends ascend like starts.
+            fits = (
+                int(np.searchsorted(stop[here:end], start[here] + scale * RANGE_NBYTES, side="right")),
+                int(np.searchsorted(words[here + 1 : end + 1], words[here] + scale * RANGE_CHANGED, side="right")),
+            )
+            last = here + max(1, min(fits))
+            first_byte = int(start[here])
+            span = numbers[here:last].tolist()
+            out.append(Range(int(payload[here]), first_byte, int(stop[last - 1]) - first_byte, tuple(span)))
+            here = last
     return out
 
 

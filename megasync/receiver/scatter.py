@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal
 
 import numpy as np
@@ -26,11 +27,11 @@ from megasync.receiver.cpu import CpuBackend
 from megasync.receiver.fetch import Range
 from megasync.receiver.scatter_arena import ArenaPool
 from megasync.receiver.scatter_layout import device_layout
-from megasync.receiver.scatter_passes import Passes
+from megasync.receiver.scatter_passes import Pace, Passes
 from megasync.receiver.scatter_placed import ScatterPlaced
 from megasync.receiver.scatter_queue import WorkQueue
 from megasync.receiver.scatter_stage import Loader
-from megasync.receiver.scatter_workers import WorkerPool
+from megasync.receiver.scatter_workers import SharedJob, WorkerPool
 from megasync.receiver.sums import Sums
 from megasync.versions.publication import PublicationReader
 
@@ -75,6 +76,8 @@ class ScatterBackend(Backend):
         processes: Worker processes that read, decode and pack frames, so that staging takes neither the interpreter of an
             engine that is decoding nor turns of its own threads; 0 does it on threads of this process. As many work at
             once as the receiver has threads (``ApplyConfig.workers``).
+        quiet: Stage beside an engine that is decoding: worker processes take idle cores only, and the live words are read in
+            many short launches with pauses between them.
         timeout_s: Longest that queued device work may take before the engine counts as tainted.
 
     Raises:
@@ -94,6 +97,7 @@ class ScatterBackend(Backend):
         device: torch.device | None = None,
         entries_in: EntriesIn = "hbm",
         processes: int = 0,
+        quiet: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         self.binding = binding
@@ -105,14 +109,15 @@ class ScatterBackend(Backend):
         host_ids = self.layout.host_ids
         self.host = CpuBackend(binding.only(host_ids)) if host_ids else None
         self.queue = WorkQueue(self.device, timeout_s)
-        self.arenas = ArenaPool(self.device)
+        self.arenas = ArenaPool(self.device, shared=bool(processes))
         self._rings = (
             {w: EntryRing(w, self.device, num_slots=RING_SLOTS) for w in self.layout.words}
             if entries_in == "pinned"
             else {}
         )
-        self._passes = {w: Passes(self._rings.get(w)) for w in self.layout.words}
-        self.workers = WorkerPool(self.layout.view, processes) if processes else None
+        pace = Pace() if quiet else None
+        self._passes = {w: Passes(self._rings.get(w), pace) for w in self.layout.words}
+        self.workers = WorkerPool(self.layout.view, processes, quiet=quiet) if processes else None
 
     def begin(self, manifest: Manifest, frames: np.ndarray) -> Placing:
         """See ``Backend.begin``."""
@@ -158,6 +163,8 @@ class ScatterPlacing(Placing):
         host = backend.host
         self._on_host = frozenset() if host is None else frozenset(host.binding.frames_of(manifest).tolist())
         self._manifest = manifest
+        self._lock = Lock()
+        self._job: SharedJob | None = None
         # Staging that is given up leaves nothing behind.
         self._finalizer = weakref.finalize(self, backend.arenas.give, self._loader.arenas)
 
@@ -175,10 +182,14 @@ class ScatterPlacing(Placing):
         workers = self._scatter.workers
         if workers is None or not self._on_host.isdisjoint(span.frames):
             return None
-        return [] if workers.stage(reader, self._manifest, span, self._loader) else None
+        with self._lock:
+            job = self._job = self._job or SharedJob(reader, self._manifest)
+        return [] if workers.stage(job, span, self._loader) else None
 
     def finish(self) -> list[Placed]:
         """See ``Placing.finish``: one ``Placed`` for all that lives on the device."""
+        if self._job is not None:
+            self._job.close()
         load = self._loader.finish()
         if not load.pieces:
             return []

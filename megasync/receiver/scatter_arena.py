@@ -1,59 +1,70 @@
-"""Arenas: where decoded planes lie between staging and apply, made once and used again for every version.
+"""Arenas: where decoded planes and their tables lie between staging and apply, made once and used again for every version.
 
-An arena holds planes of one word size in host memory (pinned where a GPU reads it), and, unless entries are streamed from
-there, its twin in HBM. A publication takes as many as it needs, nearly always one; they go back when nothing refers to the
-publication any more. Comes before staging. Must import nothing above errors but kernels.
+An arena is one `Store` in host memory (pinned where a GPU reads it, shared where worker processes write it), and, unless entries
+are streamed from there, a twin of its planes in HBM. A publication takes as many as it needs, nearly always one a word size; they
+go back when nothing refers to the publication any more. Comes before staging. Must import nothing above errors but kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from itertools import count
 from threading import Lock
+from typing import TypeVar, cast
 
+import numpy as np
 import torch
 
 from megasync.errors import MemoryPlanError
 from megasync.kernels.planes import Planes
+from megasync.receiver.scatter_memory import HostMemory
+from megasync.receiver.scatter_store import DENSE, ENTRIES, Store, StoreShape
 
-MIN_NBYTES = 4 << 20
-"""Smallest host buffer of an arena."""
+T = TypeVar("T")
 
+_HOST_SLACK = 8  # an eighth of the entries more than asked for: versions differ, and an arena is dear to make
 _DEVICE_GRAIN = 1 << 20  # entries: a twin that grows by less would be made anew at every version
+_numbers = count(1)
 
 
 class Arena:
-    """Room for planes of one word size.
+    """Room for planes and tables of one word size.
 
     Attributes:
-        word_nbytes: Word size.
+        shape: How much of each.
+        store: The arrays.
+        memory: Where they are.
+        number: Tells it from every other arena of this process.
         entries: uint8 ``[2 + word_nbytes, capacity]``, host.
         dense: uint8 ``[word_nbytes, capacity]``, host.
 
     *Memory*: who took it from the pool owns it; uploads must have ended before it is written again.
     """
 
-    def __init__(self, word_nbytes: int, device: torch.device, num_entries: int, num_dense: int) -> None:
+    def __init__(self, shape: StoreShape, device: torch.device, *, shared: bool = False) -> None:
         """Allocate the host side.
 
         Raises:
             MemoryPlanError: The host has not enough memory to pin.
         """
-        self.word_nbytes, self.device = word_nbytes, device
-        # Pinned memory comes in powers of two whatever is asked for: take all of it.
-        columns = [_columns(num_entries, 2 + word_nbytes), _columns(num_dense, word_nbytes)]
-        pin = device.type == "cuda"
+        room = list(shape.room)
+        room[ENTRIES] += room[ENTRIES] // _HOST_SLACK
+        self.shape, self.device, self.number = shape.with_room(room), device, next(_numbers)
         try:
-            self.entries = torch.empty((2 + word_nbytes, columns[0]), dtype=torch.uint8, pin_memory=pin)
-            self.dense = torch.empty((word_nbytes, columns[1]), dtype=torch.uint8, pin_memory=pin)
-        except RuntimeError as e:
+            self.memory = HostMemory(self.shape.nbytes, pin=device.type == "cuda", shared=shared)
+        except (RuntimeError, OSError) as e:
             raise MemoryPlanError(
-                f"an arena of {num_entries} entries and {num_dense} mask words of {word_nbytes} bytes: the host cannot give "
-                f"it ({e}); nothing was touched. Free host memory or publish smaller versions"
+                f"an arena of {room[ENTRIES]} entries and {room[DENSE]} mask words of {shape.word_nbytes} bytes: the host "
+                f"cannot give it ({e}); nothing was touched. Free host memory or publish smaller versions"
             ) from e
+        self.store = Store.over(np.asarray(self.memory.bytes), self.shape)
+        self.entries, self.dense = torch.from_numpy(self.store.entries), torch.from_numpy(self.store.dense)
         self._twins: dict[str, torch.Tensor] = {}
 
-    def fits(self, num_entries: int, num_dense: int) -> bool:
-        """Whether this much fits."""
-        return num_entries <= self.entries.shape[1] and num_dense <= self.dense.shape[1]
+    @property
+    def word_nbytes(self) -> int:
+        """Word size."""
+        return self.shape.word_nbytes
 
     def on_host(self, counts: torch.Tensor, num_entries: int, num_dense: int) -> Planes:
         """The first entries and mask words, where they are."""
@@ -99,7 +110,7 @@ class Arena:
     @property
     def host_nbytes(self) -> int:
         """Bytes in host memory."""
-        return self.entries.numel() + self.dense.numel()
+        return self.shape.nbytes
 
     @property
     def device_nbytes(self) -> int:
@@ -112,30 +123,32 @@ class ArenaPool:
 
     Attributes:
         device: Whose planes they hold.
+        shared: Whether other processes write them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, shared: bool = False) -> None:
+        self.device, self.shared = device, shared
         self._free: list[Arena] = []
         self._taken: list[Arena] = []
         self._lock = Lock()
+        self._made: dict[Hashable, object] = {}
 
-    def take(self, word_nbytes: int, num_entries: int, num_dense: int) -> Arena:
+    def take(self, shape: StoreShape) -> Arena:
         """A free arena that is large enough, else a new one in the place of a free one that is too small.
 
         Raises:
             MemoryPlanError: Not enough memory.
         """
         with self._lock:
-            mine = sorted((a for a in self._free if a.word_nbytes == word_nbytes), key=lambda a: a.host_nbytes)
-            found = next((a for a in mine if a.fits(num_entries, num_dense)), None)
+            mine = sorted((a for a in self._free if a.word_nbytes == shape.word_nbytes), key=lambda a: a.host_nbytes)
+            found = next((a for a in mine if a.shape.fits(shape.room)), None)
             if found is None:
                 if mine:
                     self._free.remove(mine[-1])
-                    num_entries = max(num_entries, mine[-1].entries.shape[1])
-                    num_dense = max(num_dense, mine[-1].dense.shape[1])
+                    both = zip(shape.room, mine[-1].shape.room, strict=True)
+                    shape = shape.with_room([max(a, b) for a, b in both])
                     mine.clear()
-                found = Arena(word_nbytes, self.device, num_entries, num_dense)
+                found = Arena(shape, self.device, shared=self.shared)
             else:
                 self._free.remove(found)
             self._taken.append(found)
@@ -149,6 +162,18 @@ class ArenaPool:
                 self._free.append(arena)
             arenas.clear()
 
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` gave the first time: facts of the rank that every publication needs."""
+        if name not in self._made:
+            self._made[name] = make()
+        return cast(T, self._made[name])
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Numbers of the arenas that are still there."""
+        with self._lock:
+            return frozenset(a.number for a in (*self._free, *self._taken))
+
     @property
     def host_nbytes(self) -> int:
         """Bytes of all arenas in host memory."""
@@ -160,9 +185,3 @@ class ArenaPool:
         """Bytes of all arenas in HBM."""
         with self._lock:
             return sum(a.device_nbytes for a in (*self._free, *self._taken))
-
-
-def _columns(num: int, rows: int) -> int:
-    """Columns of a buffer of a power of two of bytes that holds ``num``."""
-    nbytes = max(MIN_NBYTES, num * rows)
-    return int((1 << (nbytes - 1).bit_length()) // rows)

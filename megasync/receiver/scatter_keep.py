@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megasync.codecs.sparse_batch import RawFrames, check_planes
-from megasync.receiver.scatter_rows import Piece, make_piece
+from megasync.receiver.scatter_rows import Part, make_part
 from megasync.receiver.scatter_view import StageView
 from megasync.tiles import spread
 
@@ -37,6 +37,35 @@ class Choice:
     num_dense: int
 
 
+def keep_part(view: StageView, raw: RawFrames) -> Part | None:
+    """What a rank needs of some frames, checked, in memory of its own; None where it holds none of their tiles.
+
+    Args:
+        view: The rank.
+        raw: Frames of one word size.
+
+    Raises:
+        FormatError: A position or value breaks the format.
+    """
+    choice = choose(view, raw)
+    if choice is None:
+        return None
+    entries = np.empty((2 + raw.word_nbytes, choice.num_entries), dtype=np.uint8)
+    masks = np.empty((raw.word_nbytes, choice.num_dense), dtype=np.uint8)
+    for rows, planes, chosen in ((entries, raw.entries, choice.entries), (masks, raw.masks, choice.masks)):
+        if chosen:
+            for row, plane in zip(rows, planes, strict=True):
+                np.concatenate([plane[f][a:b] for f, a, b in chosen], out=row)
+    mine = np.flatnonzero(choice.keep[raw.segment_tile])
+    check_planes(entries, masks, raw.counts[mine], raw.segments.words[mine], raw.dense[mine], raw.word_nbytes)
+    partly = choice.keep & view.partly[choice.at]
+    tile_counts = np.add.reduceat(raw.counts, raw.segments.first)
+    changed = int(tile_counts[choice.keep & ~partly].sum())
+    if partly.any():
+        changed += _num_held(view, raw, choice.at, partly, entries, masks, mine)
+    return make_part(view, raw, choice.keep, choice.at, mine, (entries, masks), changed)
+
+
 def choose(view: StageView, raw: RawFrames) -> Choice | None:
     """The tiles that this rank holds on its device; None where there are none."""
     at = view.first_tile[raw.tensor_ids] + raw.tiles
@@ -47,36 +76,6 @@ def choose(view: StageView, raw: RawFrames) -> Choice | None:
     entries = _spans(raw, keep, np.where(raw.dense, 0, raw.counts) if masked else raw.counts)
     masks = _spans(raw, keep, np.where(raw.dense, raw.segments.words, 0)) if masked else []
     return Choice(at, keep, entries, masks, sum(b - a for _, a, b in entries), sum(b - a for _, a, b in masks))
-
-
-def fill(view: StageView, raw: RawFrames, choice: Choice, entries: np.ndarray, masks: np.ndarray) -> tuple[Piece, int]:
-    """Pack the kept planes and check them.
-
-    Args:
-        view: The rank.
-        raw: Frames.
-        choice: From ``choose``.
-        entries: uint8 ``[2 + w, num_entries]``, written; rows contiguous.
-        masks: uint8 ``[w, num_dense]``, written; rows contiguous.
-
-    Returns:
-        Table rows with the planes at the start of an arena, and the changed words that this rank holds.
-
-    Raises:
-        FormatError: A position or value breaks the format.
-    """
-    for rows, planes, chosen in ((entries, raw.entries, choice.entries), (masks, raw.masks, choice.masks)):
-        if chosen:
-            for row, plane in zip(rows, planes, strict=True):
-                np.concatenate([plane[f][a:b] for f, a, b in chosen], out=row)
-    mine = np.flatnonzero(choice.keep[raw.segment_tile])
-    check_planes(entries, masks, raw.counts[mine], raw.segments.words[mine], raw.dense[mine], raw.word_nbytes)
-    piece = make_piece(view, raw, choice.keep, choice.at, mine)
-    partly = choice.keep & view.partly[choice.at]
-    if not partly.any():
-        return piece, int(piece.counts.sum())
-    whole = int(np.add.reduceat(raw.counts, raw.segments.first)[choice.keep & ~partly].sum())
-    return piece, whole + _num_held(view, raw, choice.at, partly, entries, masks, mine)
 
 
 def _spans(raw: RawFrames, keep: np.ndarray, num: np.ndarray) -> list[tuple[int, int, int]]:

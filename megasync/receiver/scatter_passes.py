@@ -2,22 +2,22 @@
 
 A pass is cut in steps, and what was launched is written down, so that an undo knows how far a write came. From pinned memory
 chunks of entries are copied up while those before them are worked on. A write digests the words that its own atomics return,
-which costs a few hundredths of it; reading them all once more would cost six tenths (measured on an H200). Comes between ``scatter_tables`` and ``scatter_placed``. Must import nothing above kernels.
+as they are after it, which costs a few hundredths of it; reading them all once more would cost six tenths (measured on an
+H200). Comes between ``scatter_tables`` and ``scatter_placed``. Must import nothing above kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import sleep
 
 import torch
 
 from megasync.kernels import dispatch
 from megasync.kernels.planes import Planes
-from megasync.kernels.scatter import launch_scatter, scatter_xor_, touched_sums_
+from megasync.kernels.scatter import SUMS_ALL, SUMS_NEW, SUMS_NONE, launch_scatter, scatter_xor_, touched_sums_
 from megasync.kernels.scatter_plan import ScatterLaunch, ScatterPlan
 from megasync.kernels.scatter_stream import EntryRing, chunks_of
-
-_ALL_SUMS = 4  # columns: touched-old and new minus old, two lanes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,29 @@ class Progress:
         self.begun = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How live words are read beside an engine that decodes.
+
+    Attributes:
+        num_entries: Entries of a launch, at least a segment of 65,536: a launch should be short against a token.
+        pause_s: Between launches: about as long as a token, so that none is met by many of them.
+    """
+
+    num_entries: int = 1 << 20
+    pause_s: float = 2e-3
+
+
 class Passes:
     """Runs the kernels for the planes of one word size.
 
     Args:
         ring: Slots in HBM that pinned planes pass through; None where planes are on the device (or all on the CPU).
+        pace: How a read that is not part of a pause goes; None for all at once.
     """
 
-    def __init__(self, ring: EntryRing | None = None) -> None:
-        self.ring = ring
+    def __init__(self, ring: EntryRing | None = None, pace: Pace | None = None) -> None:
+        self.ring, self.pace = ring, pace
 
     def steps(self, plan: ScatterPlan) -> list[Step]:
         """The steps of a pass."""
@@ -65,13 +79,23 @@ class Passes:
             return [Step(x, 0, len(x.segments)) for x in plan.launches]
         return [Step()]
 
-    def read(self, plan: ScatterPlan, planes: Planes, lanes: torch.Tensor, faults: torch.Tensor) -> None:
-        """Add the sums of the live words at the touched positions to ``lanes``, broken entries to ``faults``."""
+    def read(
+        self, plan: ScatterPlan, planes: Planes, lanes: torch.Tensor, faults: torch.Tensor, *, gently: bool = False
+    ) -> None:
+        """Add the sums of the live words at the touched positions, and of new minus old, to ``lanes``, broken entries to
+        ``faults``; ``gently`` beside an engine that decodes, at the pace that was given."""
+        if gently and self.pace is not None and dispatch.uses_triton(plan.records.device):
+            for launch in plan.launches:
+                for begin, end in chunks_of(launch, self.pace.num_entries):
+                    step = Step(launch, begin, end)
+                    self._step(step, plan, planes, lanes, faults, write=False, sums=SUMS_ALL)
+                    sleep(self.pace.pause_s)
+            return
         if self.ring is None:
             touched_sums_(plan, planes, lanes, faults)
             return
         for step in self.steps(plan):
-            self._step(step, plan, planes, lanes, faults, write=False)
+            self._step(step, plan, planes, lanes, faults, write=False, sums=SUMS_ALL)
 
     def write(
         self,
@@ -88,18 +112,25 @@ class Passes:
             plan: Tables.
             planes: Entries.
             progress: What was launched is added; taken away again where ``steps`` are given (an undo).
-            lanes: Where given, sums of the words as the write itself found them, and of new minus old, are added.
+            lanes: Where given, sums of the words as the write itself left them are added to columns 0 and 1.
             steps: Only these.
         """
         undo = steps is not None
+        sums = SUMS_NONE if lanes is None else SUMS_NEW
         for step in self.steps(plan) if steps is None else steps:
             progress.begun = step
-            self._step(step, plan, planes, lanes, None, write=True)
+            self._step(step, plan, planes, lanes, None, write=True, sums=sums)
             if undo:
                 progress.done.remove(step)
             else:
                 progress.done.append(step)
             progress.begun = None
+
+    def rehearse(self, plan: ScatterPlan, planes: Planes, lanes: torch.Tensor) -> None:
+        """Load what ``write`` with ``lanes`` will launch, so that nothing is compiled later; changes nothing."""
+        for step in self.steps(plan):
+            if step.launch is not None:
+                self._step(step, plan, planes, lanes, None, write=True, sums=SUMS_NEW, rehearse=True)
 
     def _step(
         self,
@@ -110,18 +141,20 @@ class Passes:
         faults: torch.Tensor | None,
         *,
         write: bool,
+        sums: int,
+        rehearse: bool = False,
     ) -> None:
         if step.launch is None:
-            scatter_xor_(plan, planes, lanes, touched_old=lanes is not None)
+            scatter_xor_(plan, planes, lanes, sums=sums)
             return
         launch, begin, end = step.launch, step.begin, step.end
         here, before, slot = planes, (0, 0), -1
         if self.ring is not None:
             spans = [(int(f[begin]), int(f[end])) for f in (launch.first_entry, launch.first_dense)]
-            here, slot, copied = self.ring.fill(planes, *spans)
+            wanted = [(a, a if rehearse else b) for a, b in spans]
+            here, slot, copied = self.ring.fill(planes, *wanted)
             torch.cuda.current_stream(plan.records.device).wait_event(copied)
             before = spans[0][0], spans[1][0]
-
         launch_scatter(
             launch,
             plan,
@@ -129,11 +162,12 @@ class Passes:
             lanes,
             faults,
             write=write,
-            sums=0 if lanes is None else _ALL_SUMS,
+            sums=sums,
             begin=begin,
             end=end,
             entries_before=before[0],
             dense_before=before[1],
+            rehearse=rehearse,
         )
         if self.ring is not None:
             self.ring.release(slot)

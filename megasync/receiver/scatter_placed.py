@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megasync.errors import BaseMismatchError, FormatError
-from megasync.kernels.planes import Planes
 from megasync.kernels.scatter_plan import ScatterPlan
 from megasync.receiver.backend import Placed
 from megasync.receiver.scatter_arena import Arena, ArenaPool
@@ -24,53 +22,12 @@ from megasync.receiver.scatter_queue import WorkQueue
 from megasync.receiver.scatter_rows import Piece
 from megasync.receiver.scatter_stage import Load
 from megasync.receiver.scatter_tables import join_pieces
+from megasync.receiver.scatter_units import Reading, Totals, Unit
 from megasync.receiver.sums import Sums
 from megasync.schema import names_of
 
-
-@dataclass
-class _Reading:
-    """Sums read through one pack.
-
-    Attributes:
-        plan: Tables.
-        lanes: int64 ``[n, 4]`` on the device, a row a tensor of the pack.
-        position: int64 ``[K]`` on the device, row of each touched tensor in the totals.
-        touched: int64 ``[K]`` on the device, row of each touched tensor in ``lanes``.
-    """
-
-    plan: ScatterPlan
-    lanes: torch.Tensor
-    position: torch.Tensor
-    touched: torch.Tensor
-
-
-@dataclass
-class _Unit:
-    """One arena: its planes and its plans."""
-
-    words: WordLayout
-    passes: Passes
-    planes: Planes
-    places: _Reading
-    replicas: _Reading | None
-    copies: list[tuple[_Reading, _Reading]]
-    progress: Progress
-    proven: torch.Tensor | None = None
-
-
-class _Totals:
-    """Sums of touched tensors, on the device and in host memory."""
-
-    def __init__(self, ids: np.ndarray, device: torch.device) -> None:
-        self.ids = ids
-        self.device = torch.zeros((len(ids), 4), dtype=torch.int64, device=device)
-        self.host = torch.zeros((len(ids), 4), dtype=torch.int64, pin_memory=device.type == "cuda")
-
-    def sums(self) -> tuple[Sums, Sums]:
-        """Live words, and what they are after the next XOR."""
-        lanes = self.host.numpy().view(np.uint64)
-        return Sums(self.ids, lanes[:, :2].copy()), Sums(self.ids, lanes[:, :2] + lanes[:, 2:])
+_FAULTS, _DIFFER, _WRONG = range(3)
+"""Flags: entries that break the format, copies that differ, sums of written words that are not those that were proven."""
 
 
 class ScatterPlaced(Placed):
@@ -99,27 +56,28 @@ class ScatterPlaced(Placed):
         self.num_changed = load.num_changed
         self._arenas = list(load.arenas.values())
         self._finalizer = weakref.finalize(self, _release, queue, pool, list(self._arenas))
+        self._after: Sums | None = None
+        self._armed = False
         with queue.running():
             touched = _touched(layout, load)
-            self._primary = _Totals(touched, layout.device)
-            self._replica = _Totals(touched + len(layout.binding.schema.tensors), layout.device)
-            self._faults = torch.zeros(1, dtype=torch.int32, device=layout.device)
-            self._differ = torch.zeros(1, dtype=torch.int32, device=layout.device)
-            self._flags = torch.zeros(2, dtype=torch.int32, pin_memory=layout.device.type == "cuda")
+            self._primary = Totals(touched, layout.device)
+            self._replica = Totals(touched + len(layout.binding.schema.tensors), layout.device)
+            self._flags = torch.zeros(4, dtype=torch.int32, device=layout.device)
+            self._host_flags = torch.zeros(4, dtype=torch.int32, pin_memory=layout.device.type == "cuda")
             self._units = [
                 unit
                 for key, pieces in load.pieces.items()
                 if (unit := self._unit(layout.words[key[0]], pieces, load.arenas[key], passes[key[0]], resident))
             ]
         self._has_replicas = any(u.replicas for u in self._units)
-        self._has_copies = any(u.copies for u in self._units)
-        tables = sum(r.plan.nbytes + r.lanes.numel() * 8 for u in self._units for r in _readings(u))
+        tables = sum(r.plan.nbytes for u in self._units for r in (u.places, *u.others))
+        lanes = sum(u.lanes.numel() * 8 for u in self._units)
         planes = sum(u.planes.entries.numel() + u.planes.dense.numel() for u in self._units)
-        self.nbytes = planes + tables
+        self.nbytes = planes + tables + lanes
 
     def _unit(
         self, words: WordLayout, pieces: Sequence[Piece], arena: Arena, passes: Passes, resident: bool
-    ) -> _Unit | None:
+    ) -> Unit | None:
         packs = packs_of(words)
         plans = [join_pieces(pieces, i, p) for i, p in enumerate(packs)]
         if plans[0] is None:
@@ -127,65 +85,81 @@ class ScatterPlaced(Placed):
         end = pieces[-1].end_entry, pieces[-1].end_dense
         counts = torch.from_numpy(plans[0].counts)
         planes = (arena.on_device if resident else arena.on_host)(counts, *end)
-        readings = [None if p is None else self._reading(words, p, pieces) for p in plans]
+        shape = sum(p is not None for p in plans), len(words.ids), 4
+        lanes = torch.zeros(shape, dtype=torch.int64, device=self.layout.device)
+        free = iter(lanes)
+        readings = [None if p is None else self._reading(words, p, pieces, next(free)) for p in plans]
         first = 1 if words.replicas is None else 2
         copies = [(a, b) for a, b in zip(readings[first::2], readings[first + 1 :: 2], strict=True) if a and b]
         places = readings[0]
         assert places is not None
-        return _Unit(words, passes, planes, places, readings[1] if first == 2 else None, copies, Progress())
+        replicas = readings[1] if first == 2 else None
+        return Unit(words, passes, planes, lanes, places, replicas, copies, Progress())
 
-    def _reading(self, words: WordLayout, plan: ScatterPlan, pieces: Sequence[Piece]) -> _Reading:
+    def _reading(self, words: WordLayout, plan: ScatterPlan, pieces: Sequence[Piece], lanes: torch.Tensor) -> Reading:
         device = self.layout.device
         seen = np.zeros(len(words.ids), dtype=bool)
         for p in pieces:
             seen[p.rows] = True
         rows = np.flatnonzero(seen)
         position = np.searchsorted(self._primary.ids, words.ids[rows])
-        lanes = torch.zeros((len(words.ids), 4), dtype=torch.int64, device=device)
-        return _Reading(plan, lanes, torch.from_numpy(position).to(device), torch.from_numpy(rows).to(device))
+        return Reading(plan, lanes, torch.from_numpy(position).to(device), torch.from_numpy(rows).to(device))
 
     def prove(self) -> tuple[Sums, Sums]:
         """See ``Placed.prove``; positions and values of all entries are checked once more where they are used."""
         with self.queue.running():
-            self._clear()
+            self._read(gently=True)
             for unit in self._units:
-                self._read(unit)
-                unit.proven = unit.places.lanes.clone()
+                unit.before = unit.places.lanes[:, :2].clone()
+                for reading in unit.counted:
+                    reading.after = reading.lanes[:, :2] + reading.lanes[:, 2:]
                 unit.progress.clear()
-            self._fetch()
+            before, self._after = self._totals()
+        return before, self._after
+
+    def arm(self) -> None:
+        """See ``Placed.arm``: all kernels of the write are loaded, and sums cleared."""
+        with self.queue.running():
+            for unit in self._units:
+                unit.passes.rehearse(unit.places.plan, unit.planes, unit.places.lanes)
+                self._compare(unit)
+            self._clear()
             self.queue.wait()
-        return self._result()
+        self._armed = True
 
     def xor_(self) -> None:
         """See ``Placed.xor_``. *Stream*: that of the queue; nothing is waited for."""
         with self.queue.running(after_all=True):
             for unit in self._units:
-                assert unit.proven is not None, "prove() comes before xor_()"
+                assert unit.before is not None, "prove() comes before xor_()"
                 unit.passes.write(unit.places.plan, unit.planes, unit.progress)
 
     def read_back(self) -> Sums:
         """See ``Placed.read_back``; copies are compared too."""
         with self.queue.running():
-            self._clear()
-            for unit in self._units:
-                self._read(unit)
-            self._fetch()
-            self.queue.wait()
-        return self._result()[0]
+            self._read()
+            return self._totals()[0]
 
     def write_(self) -> Sums:
         """See ``Placed.write_``: the sums are of what the write itself found in each word and left there; replicas and
-        copies are read afterwards. All is queued together, and waited for once."""
+        copies are read afterwards. All is compared on the device with what was proven: where it agrees, four numbers come
+        back to the host, and the sums of ``prove`` are what was found."""
         with self.queue.running(after_all=True):
-            self._clear()
+            if not self._armed:
+                self._clear()
+            self._armed = False
             for unit in self._units:
-                assert unit.proven is not None, "prove() comes before write_()"
-                unit.places.lanes.zero_()
                 unit.passes.write(unit.places.plan, unit.planes, unit.progress, unit.places.lanes)
-                self._read(unit, places=False)
-            self._fetch()
-            self.queue.wait()
-        return self._result(written=True)[1]
+            for unit in self._units:
+                self._read_others(unit)
+                self._compare(unit)
+            self._host_flags.copy_(self._flags, non_blocking=True)
+            self.queue.wait(eager=True)
+            wrong = self._host_flags.tolist()[_WRONG]
+            self._check()
+            if wrong or self._after is None:
+                return self._totals()[0]
+        return self._after
 
     def undo_(self) -> None:
         """See ``Placed.undo_``: what was launched is XORed again, newest first; a launch of which nobody knows whether it
@@ -195,59 +169,69 @@ class ScatterPlaced(Placed):
                 progress, begun = unit.progress, unit.progress.begun
                 for step in reversed(list(progress.done)):
                     unit.passes.write(unit.places.plan, unit.planes, progress, steps=[step])
-                if begun is not None and unit.proven is not None and not self._is_old(unit):
+                if begun is not None and unit.before is not None and not self._is_old(unit):
                     progress.done.append(begun)
                     unit.passes.write(unit.places.plan, unit.planes, progress, steps=[begun])
                 progress.clear()
             self.queue.wait()
 
-    def _is_old(self, unit: _Unit) -> bool:
+    def _is_old(self, unit: Unit) -> bool:
         """Whether the live words of a unit are those that were proven."""
-        assert unit.proven is not None
-        lanes = torch.zeros_like(unit.proven)
-        unit.passes.read(unit.places.plan, unit.planes, lanes, self._faults)
+        assert unit.before is not None
+        lanes = torch.zeros_like(unit.places.lanes)
+        unit.passes.read(unit.places.plan, unit.planes, lanes, self._flags[:1])
         self.queue.wait()
-        return bool(torch.equal(lanes[:, :2], unit.proven[:, :2]))
+        return bool(torch.equal(lanes[:, :2], unit.before))
 
     def _clear(self) -> None:
-        for x in (self._primary.device, self._replica.device, self._faults, self._differ):
-            x.zero_()
+        self._flags.zero_()
+        for unit in self._units:
+            unit.lanes.zero_()
 
-    def _read(self, unit: _Unit, *, places: bool = True) -> None:
-        """Add a unit's sums to the totals; places are already in their lanes where they were read along the write."""
-        for reading, totals in ((unit.places, self._primary), (unit.replicas, self._replica)):
-            if reading is None:
-                continue
-            if places or reading is not unit.places:
-                reading.lanes.zero_()
-                unit.passes.read(reading.plan, unit.planes, reading.lanes, self._faults)
-            totals.device.index_add_(0, reading.position, reading.lanes.index_select(0, reading.touched))
+    def _read(self, *, gently: bool = False) -> None:
+        """Sums of the live words, and of what the XOR makes of them."""
+        self._clear()
+        for unit in self._units:
+            unit.passes.read(unit.places.plan, unit.planes, unit.places.lanes, self._flags[:1], gently=gently)
+            self._read_others(unit, gently=gently)
+
+    def _read_others(self, unit: Unit, *, gently: bool = False) -> None:
+        """The same of replicas and copies, which are compared."""
+        for reading in unit.others:
+            unit.passes.read(reading.plan, unit.planes, reading.lanes, self._flags[:1], gently=gently)
         for copy, lead in unit.copies:
-            for reading in (copy, lead):
-                reading.lanes.zero_()
-                unit.passes.read(reading.plan, unit.planes, reading.lanes, self._faults)
-            self._differ += (copy.lanes != lead.lanes).any().to(torch.int32)
+            self._flags[_DIFFER : _DIFFER + 1].add_((copy.lanes != lead.lanes).any())
 
-    def _fetch(self) -> None:
-        """Queue the way of all totals to the host."""
-        self._primary.host.copy_(self._primary.device, non_blocking=True)
-        if self._has_replicas:
-            self._replica.host.copy_(self._replica.device, non_blocking=True)
-        self._flags[:1].copy_(self._faults, non_blocking=True)
-        self._flags[1:].copy_(self._differ, non_blocking=True)
+    def _compare(self, unit: Unit) -> None:
+        """Whether a unit's sums are those of the words as they were to be, into the flags."""
+        for reading in unit.counted:
+            assert reading.after is not None, "prove() comes before write_()"
+            self._flags[_WRONG : _WRONG + 1].add_((reading.lanes[:, :2] != reading.after).any())
 
-    def _result(self, *, written: bool = False) -> tuple[Sums, Sums]:
-        """Sums of the live words as they were found, and after the XOR; replicas are only read, after a write as new."""
-        faults, differ = self._flags.tolist()
+    def _totals(self) -> tuple[Sums, Sums]:
+        """What was read, by tensor: live words, and what they are after the next XOR. Waits."""
+        pairs = ((self._primary, "places"), (self._replica, "replicas"))
+        for totals, name in pairs[: 1 + self._has_replicas]:
+            totals.device.zero_()
+            for unit in self._units:
+                reading: Reading | None = getattr(unit, name)
+                if reading is not None:
+                    totals.device.index_add_(0, reading.position, reading.lanes.index_select(0, reading.touched))
+            totals.host.copy_(totals.device, non_blocking=True)
+        self._host_flags.copy_(self._flags, non_blocking=True)
+        self.queue.wait()
+        self._check()
+        parts = [totals.sums() for totals, _ in pairs[: 1 + self._has_replicas]]
+        before, after = (Sums.join(p[k] for p in parts) for k in (0, 1))
+        return before, after
+
+    def _check(self) -> None:
+        """Refuse what the flags say."""
+        faults, differ = self._host_flags.tolist()[: _DIFFER + 1]
         if faults:
             raise FormatError(f"{faults} staged entries break the format (position past the end, or value 0)")
         if differ:
             raise BaseMismatchError(self._differing())
-        before, after = self._primary.sums()
-        if not self._has_replicas:
-            return before, after
-        found, will_be = self._replica.sums()
-        return Sums.join((before, found)), Sums.join((after, found if written else will_be))
 
     def _differing(self) -> str:
         ids = [
@@ -260,11 +244,6 @@ class ScatterPlaced(Placed):
             f"{names}: words at the touched positions differ between the engine's copies of them; nothing was touched. Load "
             "the weights anew, or correct the adapter's list of copies"
         )
-
-
-def _readings(unit: _Unit) -> list[_Reading]:
-    found = [unit.places, unit.replicas, *(r for pair in unit.copies for r in pair)]
-    return [r for r in found if r is not None]
 
 
 def _touched(layout: DeviceLayout, load: Load) -> np.ndarray:

@@ -47,8 +47,11 @@ class WorkQueue:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 yield
 
-    def wait(self) -> None:
+    def wait(self, *, eager: bool = False) -> None:
         """Wait until everything queued here is done.
+
+        Args:
+            eager: Ask all the time, where the engine waits too; else other threads get the processor between looks.
 
         Raises:
             TaintedError: It takes longer than the limit.
@@ -65,7 +68,7 @@ class WorkQueue:
                     f"work on {self.device} did not end within {self.timeout_s} s: what it wrote is unknown, replace the "
                     "replica"
                 )
-            sleep(_POLL_S)
+            sleep(0.0 if eager else _POLL_S)
 
     def judge(self, error: BaseException) -> None:
         """Tell a fault of the device from an exception of the host, after something failed while live memory was written.

@@ -1,7 +1,7 @@
 """Table rows of the scatter for one range of frames: which segment of which tile goes through which records.
 
-The same tables as ``kernels.scatter_plan.plan_scatter`` makes in one go on one core; joining the pieces is all that is left
-for the end of staging. Comes between ``scatter_keep`` and ``scatter_tables``. Must not import torch.
+The same tables as ``kernels.scatter_plan.plan_scatter`` makes in one go on one core. A range's rows are made on their own and
+then written where the arena has room for them. Comes between ``scatter_keep`` and ``scatter_tables``. Must not import torch.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from megasync.codecs.sparse_batch import RawFrames
+from megasync.receiver.scatter_store import DENSE, ENTRIES, GROUPS, SEGMENTS, TILES, GroupStore, Need, Store
 from megasync.receiver.scatter_view import StageView
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one record group needs of a piece.
+    """What one record group needs of a range.
 
     Attributes:
         tiles: int32 ``[T, head + 2 A]``, rows of the tile table.
-        segments: int32 ``[S, 4]``, rows of the segment table; tile rows count from this piece.
+        segments: int32 ``[S, 4]``, rows of the segment table; planes and tile rows count from this range.
         first_entry: int64 ``[S]``.
         first_dense: int64 ``[S]``.
     """
@@ -30,58 +31,129 @@ class Rows:
     first_entry: np.ndarray
     first_dense: np.ndarray
 
-    def moved(self, entries: int, dense: int) -> Rows:
-        """The same rows with their planes further on in the arena."""
-        segments = self.segments.copy()
-        segments[:, 0] += np.where(segments[:, 1] < 0, np.int32(dense), np.int32(entries))
-        return Rows(self.tiles, segments, self.first_entry + entries, self.first_dense + dense)
+    def write(self, to: GroupStore, tile: int, segment: int, entries: int, dense: int) -> None:
+        """Write the rows from a tile and a segment on, with planes that begin further on in the arena."""
+        stop = segment + len(self.segments)
+        to.tiles[tile : tile + len(self.tiles)] = self.tiles
+        table = to.segments[segment:stop]
+        table[:] = self.segments
+        table[:, 0] += np.where(table[:, 1] < 0, np.int32(dense), np.int32(entries))
+        table[:, 2] += np.int32(tile)
+        np.add(self.first_entry, entries, out=to.first_entry[segment:stop])
+        np.add(self.first_dense, dense, out=to.first_dense[segment:stop])
+
+
+_NO_ROWS = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Table rows of one range of frames.
+class Part:
+    """What is kept of one range of frames of one word size.
 
     Attributes:
+        entries: uint8 ``[2 + w, n]``.
+        masks: uint8 ``[w, m]``.
         rows: int64 ``[T]``, tensor of each kept tile, as a row of the packs.
         starts: int32 ``[T, A]``.
         extents: int32 ``[T, A]``.
         counts: int32 ``[S]``, changed words of all segments of the kept tiles.
-        end_entry: Entries of the arena up to and with this piece.
-        end_dense: The same of mask words.
         groups: By pack and record group; None where no tile meets it.
+        num_changed: Changed words that this rank holds.
     """
 
+    entries: np.ndarray
+    masks: np.ndarray
     rows: np.ndarray
     starts: np.ndarray
     extents: np.ndarray
     counts: np.ndarray
-    end_entry: int
-    end_dense: int
     groups: tuple[tuple[Rows | None, ...], ...]
+    num_changed: int
 
-    def moved(self, entries: int, dense: int) -> Piece:
-        """The same piece with its planes further on in the arena."""
-        groups = tuple(tuple(None if r is None else r.moved(entries, dense) for r in pack) for pack in self.groups)
-        return Piece(
-            self.rows,
-            self.starts,
-            self.extents,
-            self.counts,
-            self.end_entry + entries,
-            self.end_dense + dense,
-            groups,
-        )
+    @property
+    def word_nbytes(self) -> int:
+        """Word size."""
+        return len(self.masks)
+
+    @property
+    def need(self) -> Need:
+        """Room that it takes in an arena."""
+        flat = [_NO_ROWS if r is None else (len(r.tiles), len(r.segments)) for pack in self.groups for r in pack]
+        sizes = self.entries.shape[1], self.masks.shape[1], len(self.rows), len(self.counts)
+        return (*sizes, *(n for pair in flat for n in pair))
+
+    def write(self, store: Store, at: Need) -> None:
+        """Write it into an arena.
+
+        Args:
+            store: The arena's arrays.
+            at: Where its room begins in each.
+        """
+        need = self.need
+        for to, what, k in (
+            (store.rows, self.rows, TILES),
+            (store.starts, self.starts, TILES),
+            (store.extents, self.extents, TILES),
+            (store.counts, self.counts, SEGMENTS),
+        ):
+            to[at[k] : at[k] + need[k]] = what
+        store.entries[:, at[ENTRIES] : at[ENTRIES] + need[ENTRIES]] = self.entries
+        store.dense[:, at[DENSE] : at[DENSE] + need[DENSE]] = self.masks
+        g = GROUPS
+        for groups, pack in zip(store.groups, self.groups, strict=True):
+            for to_group, rows in zip(groups, pack, strict=True):
+                if rows is not None:
+                    rows.write(to_group, at[g], at[g + 1], at[ENTRIES], at[DENSE])
+                g += 2
 
 
-def make_piece(view: StageView, raw: RawFrames, keep: np.ndarray, at: np.ndarray, segments: np.ndarray) -> Piece:
-    """Rows of the kept tiles of some frames, their planes at the start of an arena.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What lies in one arena.
+
+    Attributes:
+        store: The arena's arrays.
+        end: How far each is filled.
+    """
+
+    store: Store
+    end: Need
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Tensor of each tile, as a row of the packs, int64 ``[T]``."""
+        return self.store.rows[: self.end[TILES]]
+
+    @property
+    def end_entry(self) -> int:
+        """Entries."""
+        return self.end[ENTRIES]
+
+    @property
+    def end_dense(self) -> int:
+        """Mask words."""
+        return self.end[DENSE]
+
+
+def make_part(
+    view: StageView,
+    raw: RawFrames,
+    keep: np.ndarray,
+    at: np.ndarray,
+    segments: np.ndarray,
+    planes: tuple[np.ndarray, np.ndarray],
+    num_changed: int,
+) -> Part:
+    """Rows of the kept tiles of some frames.
 
     Args:
         view: The rank.
         raw: The frames.
-        keep: bool ``[T]``, tiles that were kept.
+        keep: bool ``[T]``, tiles that are kept.
         at: int64 ``[T]``, number of each tile among all tiles of all tensors.
         segments: int64 ``[S]``, numbers of the kept tiles' segments.
+        planes: Their entries and masks.
+        num_changed: Changed words that the rank holds.
     """
     words = view.words[raw.word_nbytes]
     kept = np.flatnonzero(keep)
@@ -109,7 +181,7 @@ def make_piece(view: StageView, raw: RawFrames, keep: np.ndarray, at: np.ndarray
         tuple(_rows(bounds, rows, head, table, (entry_at, dense_at), view.whole) for bounds in pack)
         for pack in words.groups
     )
-    return Piece(rows, starts, extents, counts.astype(np.int32), int(entries.sum()), int(masks.sum()), groups)
+    return Part(*planes, rows, starts, extents, counts.astype(np.int32), groups, num_changed)
 
 
 def _rows(

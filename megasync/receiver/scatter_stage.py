@@ -1,9 +1,9 @@
-"""Staging for the scatter: planes of the tiles that this rank holds, packed into arenas, and tables that bind them.
+"""Staging for the scatter: what this rank holds of decoded frames, written into arenas together with the tables that bind it.
 
-Each range of frames is worked on by one thread: outer decode, choice of tiles, copy into room reserved in an arena, checks,
-table rows. What is left for the end is to put the rows one after the other and to upload. Frames of dense codecs are decoded
-on the host and compacted: by the format's own rule a segment stays a mask exactly where entries would not be smaller. Comes
-after fetch, before ``scatter_placed``. Must not import it.
+Each range of frames is worked on by one thread, or by a worker process: outer decode, choice of tiles, checks, table rows. Then
+room is reserved in an arena and all is written there, at its place: the end of staging has nothing to put together. Frames of
+dense codecs are decoded on the host and compacted: by the format's own rule a segment stays a mask exactly where entries would
+not be smaller. Comes after fetch, before ``scatter_placed``. Must not import it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import numpy as np
 from megasync.codecs.base import FrameShape
 from megasync.codecs.sparse import SparseCodec
 from megasync.codecs.sparse_batch import RawFrames, unpack_frames
-from megasync.errors import FormatError
+from megasync.errors import FormatError, RetryError
 from megasync.manifest import Manifest
 from megasync.receiver.backend import FetchedFrame
 from megasync.receiver.scatter_arena import Arena, ArenaPool
-from megasync.receiver.scatter_keep import choose, fill
+from megasync.receiver.scatter_keep import keep_part
 from megasync.receiver.scatter_layout import DeviceLayout
 from megasync.receiver.scatter_rows import Piece
+from megasync.receiver.scatter_store import DENSE, ENTRIES, Need, StoreShape, full_room
 
 MIN_ENTRIES = 1 << 18
 """Entries, and mask words, that an arena is asked to have room for beyond what is sure: a range more than expected."""
@@ -33,33 +34,23 @@ _SLACK = 1.15  # an estimate of this rank's share of the entries is rarely furth
 
 @dataclass
 class Room:
-    """Arenas of one publication and word size, and how far the newest is filled."""
+    """Arenas of one publication and word size, and how far the newest and those before it are filled."""
 
     arenas: list[Arena] = field(default_factory=list)
-    num_entries: int = 0
-    num_dense: int = 0
-    num_pieces: int = 0
+    ends: list[Need] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reserved:
-    """Room for the planes of one piece.
+class Reserved:
+    """Room in an arena.
 
     Attributes:
-        entries: uint8 ``[2 + w, n]``, in an arena.
-        masks: uint8 ``[w, m]``, in an arena.
-        first_entry: Where they begin.
-        first_dense: Where masks begin.
-        key: Word size and number of the arena.
-        number: Place in the order of the arena's pieces.
+        arena: The arena.
+        at: Where the room begins in each of its arrays.
     """
 
-    entries: np.ndarray
-    masks: np.ndarray
-    first_entry: int
-    first_dense: int
-    key: tuple[int, int]
-    number: int
+    arena: Arena
+    at: Need
 
 
 @dataclass
@@ -67,7 +58,7 @@ class Load:
     """What was staged of one publication.
 
     Attributes:
-        pieces: By word size and arena, in the order of their planes.
+        pieces: By word size and arena: one, with all that is in the arena.
         arenas: All arenas taken.
         num_changed: Canonical words that this rank changes.
     """
@@ -78,7 +69,7 @@ class Load:
 
 
 class Loader:
-    """Fills arenas with the frames of one publication. ``add`` is thread-safe.
+    """Fills arenas with the frames of one publication. Thread-safe.
 
     Args:
         layout: The rank.
@@ -88,13 +79,13 @@ class Loader:
     """
 
     def __init__(self, layout: DeviceLayout, pool: ArenaPool, manifest: Manifest, frames: np.ndarray) -> None:
-        self.layout, self.manifest = layout, manifest
+        self.layout, self.manifest, self.frames = layout, manifest, frames
         self.arenas: list[Arena] = []
         self._pool = pool
         self._lock = Lock()
         self._rooms: dict[int, Room] = {}
-        self._pieces: dict[tuple[int, int], list[tuple[int, Piece]]] = {}
         self._num_changed = 0
+        self._num_open = 0
         self._expected = _expected(layout, manifest, frames)
 
     def add(self, frames: Sequence[FetchedFrame]) -> None:
@@ -118,10 +109,57 @@ class Loader:
                     frame.entries()  # names the frame that is at fault
                 raise
 
+    def reserve(self, word_nbytes: int, need: Need) -> Reserved:
+        """Room in the newest arena of a word size, or in a new one. What is reserved must be written, then ``wrote``.
+
+        Raises:
+            MemoryPlanError: No room for it.
+        """
+        with self._lock:
+            room = self._rooms.setdefault(word_nbytes, Room())
+            if room.arenas:
+                end = tuple(a + b for a, b in zip(room.ends[-1], need, strict=True))
+                if room.arenas[-1].shape.fits(end):
+                    at, room.ends[-1] = room.ends[-1], end
+                    self._num_open += 1
+                    return Reserved(room.arenas[-1], at)
+            arena = self._pool.take(self._shape(word_nbytes, need, first=not room.arenas))
+            self.arenas.append(arena)
+            room.arenas.append(arena)
+            room.ends.append(need)
+            self._num_open += 1
+            return Reserved(arena, (0,) * len(need))
+
+    def wrote(self, num_changed: int) -> None:
+        """What was reserved is there.
+
+        Args:
+            num_changed: Changed words of it that this rank holds.
+        """
+        with self._lock:
+            self._num_open -= 1
+            self._num_changed += num_changed
+
+    @property
+    def arena_numbers(self) -> frozenset[int]:
+        """Numbers of all arenas that are still there, of this publication and of others."""
+        return self._pool.numbers
+
     def finish(self) -> Load:
-        """What was added, in the order of the planes."""
-        pieces = {key: [p for _, p in sorted(found, key=lambda x: x[0])] for key, found in sorted(self._pieces.items())}
-        arenas = {(w, i): a for w, room in self._rooms.items() for i, a in enumerate(room.arenas)}
+        """What was added.
+
+        Raises:
+            RetryError: A worker process ended while it wrote.
+        """
+        if self._num_open:
+            raise RetryError(
+                f"version {self.manifest.version}: a staging process ended while it wrote what it had decoded; nothing live "
+                "was touched. Stage again: the processes that are left go on"
+            )
+        pieces, arenas = {}, {}
+        for w, room in sorted(self._rooms.items()):
+            for i, (arena, end) in enumerate(zip(room.arenas, room.ends, strict=True)):
+                pieces[w, i], arenas[w, i] = [Piece(arena.store, end)], arena
         return Load(pieces, arenas, self._num_changed)
 
     def drop(self) -> None:
@@ -129,61 +167,22 @@ class Loader:
         self._pool.give(self.arenas)
 
     def _keep(self, raw: RawFrames) -> None:
-        """Copy the kept tiles' planes into an arena and make their table rows."""
-        choice = choose(self.layout.view, raw)
-        if choice is None:
+        """Write the kept tiles' planes and table rows into an arena."""
+        part = keep_part(self.layout.view, raw)
+        if part is None:
             return
-        room = self._reserve(raw.word_nbytes, choice.num_entries, choice.num_dense)
-        piece, changed = fill(self.layout.view, raw, choice, room.entries, room.masks)
-        self._put(room, piece, changed)
+        room = self.reserve(part.word_nbytes, part.need)
+        part.write(room.arena.store, room.at)
+        self.wrote(part.num_changed)
 
-    def put(self, word_nbytes: int, entries: np.ndarray, masks: np.ndarray, piece: Piece, changed: int) -> None:
-        """Take planes and rows that another process made. Thread-safe.
-
-        Args:
-            word_nbytes: Word size.
-            entries: uint8 ``[2 + w, n]``, copied.
-            masks: uint8 ``[w, m]``, copied.
-            piece: Its rows, the planes at the start of an arena.
-            changed: Changed words that this rank holds.
-        """
-        room = self._reserve(word_nbytes, entries.shape[1], masks.shape[1])
-        room.entries[:] = entries
-        room.masks[:] = masks
-        self._put(room, piece, changed)
-
-    def _put(self, room: _Reserved, piece: Piece, changed: int) -> None:
-        moved = piece.moved(room.first_entry, room.first_dense)
-        with self._lock:
-            self._pieces.setdefault(room.key, []).append((room.number, moved))
-            self._num_changed += changed
-
-    def _reserve(self, w: int, num_entries: int, num_dense: int) -> _Reserved:
-        """Room in the newest arena of a word size, or in a new one."""
-        with self._lock:
-            room = self._rooms.setdefault(w, Room())
-            entries, dense = room.num_entries + num_entries, room.num_dense + num_dense
-            if not room.arenas or not room.arenas[-1].fits(entries, dense):
-                expected = self._expected.get(w, 0) if not room.arenas else 0
-                arena = self._pool.take(
-                    w,
-                    max(num_entries + MIN_ENTRIES, expected),
-                    num_dense + MIN_ENTRIES if num_dense else 0,
-                )
-                self.arenas.append(arena)
-                room.arenas.append(arena)
-                room.num_entries = room.num_dense = room.num_pieces = 0
-                entries, dense = num_entries, num_dense
-            first = room.num_entries, room.num_dense
-            room.num_entries, room.num_dense, room.num_pieces = entries, dense, room.num_pieces + 1
-            arena, number = room.arenas[-1], room.num_pieces
-        return _Reserved(
-            arena.entries.numpy()[:, first[0] : entries],
-            arena.dense.numpy()[:, first[1] : dense],
-            *first,
-            (w, len(room.arenas) - 1),
-            number,
-        )
+    def _shape(self, w: int, need: Need, *, first: bool) -> StoreShape:
+        """What an arena must have room for: ``need``, and what is expected to come after it."""
+        schema = self.layout.binding.schema
+        full = self._pool.once(("room", w), lambda: full_room(self.layout.view, w, schema.word_nbytes))
+        room = [a + b for a, b in zip(full, need, strict=True)]
+        room[ENTRIES] = max(need[ENTRIES] + MIN_ENTRIES, self._expected.get(w, 0) if first else 0)
+        room[DENSE] = need[DENSE] + MIN_ENTRIES if need[DENSE] else 0
+        return StoreShape.of(self.layout.view, w, tuple(room))
 
 
 def _expected(layout: DeviceLayout, manifest: Manifest, frames: np.ndarray) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The plan of an apply, put together from the table rows that the threads and processes of staging have made.
+"""The plan of an apply over the table rows that the threads and processes of staging have written into an arena.
 
 Comes between ``scatter_stage`` and ``scatter_placed``. Must not import them.
 """
@@ -13,53 +13,48 @@ import torch
 from megasync.kernels.records import PackedRecords
 from megasync.kernels.scatter_plan import ScatterLaunch, ScatterPlan, Tiles
 from megasync.receiver.scatter_rows import Piece
+from megasync.receiver.scatter_store import GROUPS, SEGMENTS, TILES
 
 
 def join_pieces(pieces: Sequence[Piece], pack: int, records: PackedRecords) -> ScatterPlan | None:
-    """The plan of all pieces of one arena through one pack.
+    """The plan of an arena through one pack.
 
     Args:
-        pieces: In the order of their planes.
+        pieces: The one piece of the arena.
         pack: Number of the pack in the order of ``packs_of``.
         records: That pack.
 
     Returns:
         The plan, its tables on the pack's device, copied on the current stream; None where no tile meets the pack.
+
+    *Memory*: the arrays on the host are the arena's, which must stay as they are until the copies have ended.
     """
-    last = pieces[-1]
+    (piece,) = pieces
+    store, end = piece.store, piece.end
+    before = sum(store.shape.packs[:pack])
     launches = []
     for g, group in enumerate(records.groups):
-        mine = [r for p in pieces if (r := p.groups[pack][g]) is not None]
-        if any(len(r.segments) for r in mine):
-            base = np.cumsum([0, *(len(r.tiles) for r in mine)]).tolist()
-            segments = _joined([r.segments for r in mine], records.device)
-            host = segments.numpy()
-            stop = np.cumsum([0, *(len(r.segments) for r in mine)]).tolist()
-            for i, b in enumerate(base[:-1]):
-                host[stop[i] : stop[i + 1], 2] += b
+        num_tiles, num = end[GROUPS + 2 * (before + g) : GROUPS + 2 * (before + g) + 2]
+        if num:
+            rows = store.groups[pack][g]
+            first_entry, first_dense = rows.first_entry[: num + 1], rows.first_dense[: num + 1]
+            first_entry[num], first_dense[num] = piece.end_entry, piece.end_dense
             launches.append(
                 ScatterLaunch(
                     group,
-                    segments.to(records.device, non_blocking=True),
-                    _joined([r.tiles for r in mine], records.device).to(records.device, non_blocking=True),
-                    np.concatenate([*(r.first_entry for r in mine), [last.end_entry]]),
-                    np.concatenate([*(r.first_dense for r in mine), [last.end_dense]]),
+                    _upload(rows.segments[:num], records.device),
+                    _upload(rows.tiles[:num_tiles], records.device),
+                    first_entry,
+                    first_dense,
                 )
             )
     if not launches:
         return None
-    tiles = Tiles(
-        np.concatenate([p.rows for p in pieces]),
-        np.concatenate([p.starts for p in pieces]).astype(np.int64),
-        np.concatenate([p.extents for p in pieces]).astype(np.int64),
-    )
-    counts = np.concatenate([p.counts for p in pieces])
-    return ScatterPlan(records, tiles, counts, tuple(launches), last.end_entry, last.end_dense)
+    tiles, segments = end[TILES], end[SEGMENTS]
+    where = Tiles(store.rows[:tiles], store.starts[:tiles], store.extents[:tiles])
+    return ScatterPlan(records, where, store.counts[:segments], tuple(launches), piece.end_entry, piece.end_dense)
 
 
-def _joined(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    """int32 arrays one after the other, in pinned memory where they go to a GPU."""
-    shape = (sum(len(p) for p in parts), parts[0].shape[1])
-    out = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate(parts, out=out.numpy())
-    return out
+def _upload(rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    """int32 rows on the device; the arena's own memory on the CPU."""
+    return torch.from_numpy(rows).to(device, non_blocking=True)

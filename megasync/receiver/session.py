@@ -17,12 +17,13 @@ from megasync.receiver.anchor import anchor_nbytes, prove_anchor, stage_anchor, 
 from megasync.receiver.apply import Applied, apply, reverse
 from megasync.receiver.backend import Backend, run_all
 from megasync.receiver.bind import Binding
-from megasync.receiver.ledger import Ledger, check_after
+from megasync.receiver.ledger import Ledger, check_after, check_own
 from megasync.receiver.results import UpdateResult, density_of
 from megasync.receiver.stage import Proven, Staged, prove, stage
 from megasync.receiver.status import State, StatusFile
+from megasync.receiver.sums import Sums
 from megasync.receiver.tally import tally
-from megasync.receiver.votes import together
+from megasync.receiver.votes import together, vote
 from megasync.telemetry import Telemetry
 from megasync.versions.publication import PublicationReader
 
@@ -194,13 +195,19 @@ def retreat(session: Session, state: State, result: UpdateResult) -> UpdateResul
         return None
     placed = back.staged.placed
     ids, binding = back.ids, session.binding
-    (found,) = tally(
-        binding,
-        f"proof of version {back.base_version} before rolling back",
-        ids,
-        lambda: [[before for before, _ in run_all(session.proof_pool, [p.prove for p in placed])]],
-    )
+    own: list[Sums] = []
+
+    def live() -> list[list[Sums]]:
+        sums = run_all(session.proof_pool, [p.prove for p in placed])
+        own.extend(Sums.join(x[k] for x in sums) for k in (0, 1))
+        return [[own[0]]]
+
+    (found,) = tally(binding, f"proof of version {back.base_version} before rolling back", ids, live)
     check_after(binding.schema, back.base_version, ids, back.before, found)
+    if back.own is not None:
+        with vote(binding.engine, f"way back from version {back.base_version}"):
+            check_own(binding.schema, back.ledger.version, back.own[1], own[1])
+        back = replace(back, own=(own[0], own[1]))
     session.staged.clear()
     applied = _apply(session, back)
     session.last = None

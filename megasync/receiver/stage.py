@@ -40,6 +40,7 @@ class Staged:
         stage_s: Seconds that staging took.
         nbytes: Host or device bytes that it takes.
         sums: Digest sums before and after, where the words were read while staging.
+        found: What the live words were found to be, kept by ``Applier.stage`` for the update.
     """
 
     manifest: Manifest
@@ -48,6 +49,22 @@ class Staged:
     stage_s: float
     nbytes: int
     sums: list[tuple[Sums, Sums]] | None = None
+    found: Found | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What ``prove`` found of a delta. Not the delta itself, which would then hold on to itself, and to its memory.
+
+    Attributes: see `Proven`.
+    """
+
+    base: Ledger
+    ledger: Ledger
+    ids: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    own: tuple[Sums, Sums] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +191,9 @@ def stage(
 def prove(binding: Binding, ledger: Ledger, staged: Staged, pool: ThreadPoolExecutor | None) -> Proven:
     """Prove that the base of a staged delta is what is live, on every rank. *Collective*. Nothing live is written.
 
+    A delta that was proven while it was staged, on what is still held, is not proven again: ranks stage and hold together, so
+    that they agree in that too.
+
     Args:
         binding: This rank.
         ledger: What is held.
@@ -185,6 +205,14 @@ def prove(binding: Binding, ledger: Ledger, staged: Staged, pool: ThreadPoolExec
         FormatError: The manifest contradicts itself or the delta.
         ReplicaDriftError: A replica differs from its primary.
     """
+    known = staged.found
+    if known is None or known.base is not ledger:
+        known = find(binding, ledger, staged, pool)
+    return Proven(staged, known.base, known.ledger, known.ids, known.before, known.after, known.own)
+
+
+def find(binding: Binding, ledger: Ledger, staged: Staged, pool: ThreadPoolExecutor | None) -> Found:
+    """What ``prove`` is about, always looked at. *Collective*. Arguments and exceptions are those of ``prove``."""
     after_ledger = ledger.after(staged.manifest)
     ids = proven_ids(staged.manifest, binding.group_ids)
 
@@ -204,7 +232,7 @@ def prove(binding: Binding, ledger: Ledger, staged: Staged, pool: ThreadPoolExec
         before, after = said_sums(ledger, staged.manifest, ids)
     else:
         check_before(binding.schema, ledger, staged.manifest, ids, before, after)
-    return Proven(staged, ledger, after_ledger, ids, before, after, None if blind else (own[0], own[1]))
+    return Found(ledger, after_ledger, ids, before, after, None if blind else (own[0], own[1]))
 
 
 def _all_blind(binding: Binding, staged: Staged) -> bool:

@@ -24,9 +24,10 @@ from megasync.receiver.scatter_layout import device_layout
 from megasync.receiver.scatter_queue import WorkQueue
 from megasync.receiver.stream_blocks import TileBlocks, tile_blocks
 from megasync.receiver.stream_decode import BlockDecoder, make_decoder
-from megasync.receiver.stream_placed import Slots, StreamPlaced
+from megasync.receiver.stream_placed import StreamPlaced
 from megasync.receiver.stream_plan import Planner, cut_steps, make_step, slot_nbytes
 from megasync.receiver.stream_room import RoomPool
+from megasync.receiver.stream_slots import Slots
 from megasync.receiver.sums import Sums
 
 

@@ -28,6 +28,7 @@ from megasync.receiver.stream_placed import StreamPlaced
 from megasync.receiver.sums import Sums
 
 _MAX_PROCESSES = 8
+_QUIET_PROCESSES = 2
 _log = logging.getLogger(__name__)
 
 
@@ -39,15 +40,16 @@ class AutoBackend(Backend):
 
     Args:
         binding: The rank; its weights are on one GPU.
+        quiet: Stage beside an engine that decodes.
     """
 
     threads = True
     entry_nbytes = ScatterBackend.entry_nbytes
     range_scale = ScatterBackend.range_scale
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: Binding, *, quiet: bool = False) -> None:
         self.binding = binding
-        self.scatter = ScatterBackend(binding, processes=default_processes(binding))
+        self.scatter = ScatterBackend(binding, processes=default_processes(binding, quiet=quiet), quiet=quiet)
         self.name = self.scatter.name
         self._stream: StreamBackend | None = None
         self._asked = False
@@ -95,8 +97,10 @@ class AutoBackend(Backend):
         return self._stream or self.scatter
 
 
-def default_processes(binding: Binding) -> int:
-    """Worker processes of staging that ``auto`` takes: this GPU's share of the host's cores, 8 at most; none without a GPU."""
+def default_processes(binding: Binding, *, quiet: bool = False) -> int:
+    """Worker processes of staging that ``auto`` takes: this GPU's share of the host's cores, 8 at most (2 where an engine is
+    not to notice); none without a GPU."""
     if not any(d.type == "cuda" for d in binding.devices):
         return 0
-    return max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // max(torch.cuda.device_count(), 1)))
+    most = _QUIET_PROCESSES if quiet else _MAX_PROCESSES
+    return max(1, min(most, (os.cpu_count() or 1) // max(torch.cuda.device_count(), 1)))

@@ -1,9 +1,13 @@
 """A publication placed for the streaming apply: blocks in host memory, two slots in HBM, one step decoded beside the other.
 
 The mask of a step is decoded into one slot while the step before is XORed from the other; nothing else is in HBM, and no
-cache of the engine is touched. Old and new words are digested by the XOR kernel itself. Which words are touched is known only
+cache of the engine is touched. A write digests the words as the XOR kernel leaves them. Which words are touched is known only
 then, so by default nothing is read before the write (``Placed.blind``). Comes between ``stream_plan`` and apply. Must not
 import apply.
+
+What bounds it, by the times of the kernels of a 1.46 GB step on an H200 (``launch/bench/results/trace-stream.json.gz``): nvCOMP
+takes 1.2 ms alone and 1.5 ms beside the XOR, the XOR 0.8 and 1.4 ms. Memory would allow 0.7 ms for both (a mask written and read,
+32 bytes read and written for each changed byte), so they share something else, and the XOR is hidden but not free.
 """
 
 from __future__ import annotations
@@ -15,79 +19,21 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from megasync.errors import BaseMismatchError, FormatError
+from megasync.errors import BaseMismatchError
 from megasync.kernels.walk import dense_sums_, dense_xor_
+from megasync.kernels.walk_plan import WalkPlan
 from megasync.receiver.backend import Placed
 from megasync.receiver.scatter_layout import DeviceLayout, packs_of
 from megasync.receiver.scatter_queue import WorkQueue
 from megasync.receiver.stream_decode import PLACES, BlockDecoder
-from megasync.receiver.stream_plan import Step, on_device
+from megasync.receiver.stream_plan import Step, idle, kernels_of, on_device
 from megasync.receiver.stream_room import Room, RoomPool
+from megasync.receiver.stream_slots import Slots
 from megasync.receiver.sums import Sums
 from megasync.schema import names_of
 
 _Lanes = dict[tuple[int, int], torch.Tensor]
 """Sums by word size and pack: int64 ``[num_tensors, 4]`` on the device."""
-
-
-class Slots:
-    """The two slots of a backend, and the stream that fills them.
-
-    Attributes:
-        masks: uint8 ``[nbytes]`` each.
-        stream: Decodes; None on the CPU.
-    """
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        """Allocate.
-
-        *Memory*: ``2 * nbytes`` of the device, for good.
-        """
-        self.masks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(PLACES)]
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._decoded = [torch.cuda.Event() for _ in range(PLACES)] if self.stream is not None else []
-        self._read: list[torch.cuda.Event | None] = [None] * PLACES
-        if self.stream is not None:
-            torch.cuda.current_stream(device).synchronize()
-
-    def fill(self, place: int, step: Step, room: Room, decoder: BlockDecoder) -> None:
-        """Queue everything that makes a step's masks, once the slot's last reader is done."""
-        mask = self.masks[place]
-        if self.stream is None:
-            self._copy(mask, step, room)
-            decoder.queue(place, step, room, mask, None)
-            return
-        before = self._read[place]
-        if before is not None:
-            self.stream.wait_event(before)
-        with torch.cuda.stream(self.stream):
-            self._copy(mask, step, room)
-        decoder.queue(place, step, room, mask, self.stream)
-        self._decoded[place].record(self.stream)
-
-    @staticmethod
-    def _copy(mask: torch.Tensor, step: Step, room: Room) -> None:
-        """Blocks that are no decoder's business: absent and `stored` ones."""
-        for a, b in step.absent:
-            mask[a:b].zero_()
-        host = torch.from_numpy(room.view)
-        for a, b, n in zip(
-            step.stored.source.tolist(), step.stored.target.tolist(), step.stored.nbytes.tolist(), strict=True
-        ):
-            mask[b : b + n].copy_(host[a : a + n], non_blocking=True)
-
-    def use(self, place: int) -> torch.Tensor:
-        """The masks of a place, on the current stream, after they were decoded."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.masks[place].device).wait_event(self._decoded[place])
-        return self.masks[place]
-
-    def release(self, place: int) -> None:
-        """The slot may be filled again once the current stream has come this far."""
-        if self.stream is not None:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.masks[place].device))
-            self._read[place] = event
 
 
 class StreamPlaced(Placed):
@@ -130,7 +76,33 @@ class StreamPlaced(Placed):
         """See ``Placed.prove``; decodes everything, so it takes as long as the write."""
         self._done.clear()
         lanes = self._stream(write=False)
-        return self._sums(lanes, after=False, written=False), self._sums(lanes, after=True, written=False)
+        before, after = self._sums(lanes, 2)
+        return before, after
+
+    def arm(self) -> None:
+        """See ``Placed.arm``: kernels are loaded, and the first two steps decoded."""
+        with self.queue.running():
+            lanes, seen = self._new_lanes(), set[object]()
+            for launch in (x for s in self.steps for x in s.launches):
+                plan = launch.plans[0]
+                if plan is not None and not seen.issuperset(kernels_of(plan)):
+                    seen.update(kernels_of(plan))
+                    dense_xor_(idle(plan), self.slots.masks[0], lanes[launch.word_nbytes, 0], after=True)
+            try:
+                for place, step in enumerate(self.steps[:PLACES]):
+                    self.slots.fill(place, step, self.room, self.decoder)
+                for place, step in enumerate(self.steps[:PLACES]):
+                    self.slots.finish(place, step, self.decoder)
+            except BaseException:
+                self._give_up()
+                raise
+            self.queue.wait()
+
+    def _give_up(self) -> None:
+        """Take no notice of what is still in flight, whatever it decodes to."""
+        for place in range(PLACES):
+            with suppress(Exception):  # a device that failed says so again
+                self.decoder.finish(place)
 
     def xor_(self) -> None:
         """See ``Placed.xor_``; digests on the way all the same."""
@@ -138,12 +110,12 @@ class StreamPlaced(Placed):
 
     def read_back(self) -> Sums:
         """See ``Placed.read_back``; decodes everything once more."""
-        return self._sums(self._stream(write=False), after=False, written=False)
+        return self._sums(self._stream(write=False), 1)[0]
 
     def write_(self) -> Sums:
         """See ``Placed.write_``: new words are digested on their way into the weights; copies and replicas are read after."""
         self._done.clear()
-        return self._sums(self._stream(write=True), after=True, written=True)
+        return self._sums(self._stream(write=True), 1)[0]
 
     def undo_(self) -> None:
         """See ``Placed.undo_``: launches that were made are decoded again and XORed again, newest step first.
@@ -152,48 +124,74 @@ class StreamPlaced(Placed):
         """
         self._begun = None
         with self.queue.running():
-            for place in range(PLACES):
-                with suppress(FormatError):  # what is in flight is given up, whatever it decodes to
-                    self.decoder.finish(place)
+            self._give_up()
             while self._done:
                 number = self._done[-1][0]
                 mine = {k for n, k in self._done if n == number}
                 self.slots.fill(0, self.steps[number], self.room, self.decoder)
-                self.decoder.finish(0)
-                self._launch(0, number, self._new_lanes(), write=True, undo=mine)
+                self.slots.finish(0, self.steps[number], self.decoder)
+                self._launch(0, number, self._tables(number), self._new_lanes(), write=True, undo=mine)
                 del self._done[-len(mine) :]
             self.queue.wait()
 
     def _stream(self, *, write: bool) -> _Lanes:
-        """Decode all steps, and XOR or only read each while the next one is decoded."""
+        """Decode all steps, and XOR or only read each while the next one is decoded.
+
+        The device has the next step's work before it ends the one before: a step is queued as soon as its slot is spoken
+        for, and tables go up behind the XOR of the step before.
+        """
         with self.queue.running(after_all=True):
             lanes = self._new_lanes()
-            for number, step in enumerate(self.steps):
-                if number == 0:
-                    self.slots.fill(0, step, self.room, self.decoder)
-                if number + 1 < len(self.steps):
-                    self.slots.fill((number + 1) % PLACES, self.steps[number + 1], self.room, self.decoder)
-                self.decoder.finish(number % PLACES)
-                self._launch(number % PLACES, number, lanes, write=write)
+            try:
+                self._steps(lanes, write)
+            except BaseException:
+                self._give_up()
+                raise
             self.queue.wait()
         return lanes
 
-    def _launch(self, place: int, number: int, lanes: _Lanes, *, write: bool, undo: set[int] | None = None) -> None:
+    def _steps(self, lanes: _Lanes, write: bool) -> None:
+        """Queue all steps; those that ``arm`` has decoded are not decoded again."""
+        steps, held = self.steps, self.slots.held
+        tables = self._tables(0)
+        for number, step in enumerate(steps):
+            for ahead in range(0 if number == 0 else number + 1, min(number + 2, len(steps))):
+                if held[ahead % PLACES] is not steps[ahead]:
+                    self.slots.fill(ahead % PLACES, steps[ahead], self.room, self.decoder)
+            if held[number % PLACES] is not step:
+                self.slots.finish(number % PLACES, step, self.decoder)
+            self._launch(number % PLACES, number, tables, lanes, write=write)
+            tables = self._tables(number + 1) if number + 1 < len(steps) else []
+
+    def _tables(self, number: int) -> list[list[WalkPlan | None]]:
+        """The plans of a step's launches with their tables on the device, queued on the current stream."""
+        return [[None if p is None else on_device(p) for p in x.plans] for x in self.steps[number].launches]
+
+    def _launch(
+        self,
+        place: int,
+        number: int,
+        tables: Sequence[Sequence[WalkPlan | None]],
+        lanes: _Lanes,
+        *,
+        write: bool,
+        undo: set[int] | None = None,
+    ) -> None:
         """XOR or read one step; replicas and copies are read afterwards through packs of their own."""
         mask = self.slots.use(place)
-        for k, launch in enumerate(self.steps[number].launches):
+        for k, (launch, plans) in enumerate(zip(self.steps[number].launches, tables, strict=True)):
             if undo is not None and k not in undo:
                 continue
-            w, places = launch.word_nbytes, launch.plans[0]
+            w, places = launch.word_nbytes, plans[0]
             if write and places is not None:
                 self._begun = number, k
-                dense_xor_(on_device(places), mask, lanes[w, 0])
+                dense_xor_(places, mask, lanes[w, 0], after=True)
                 if undo is None:
                     self._done.append((number, k))
                 self._begun = None
-            for i, plan in enumerate(launch.plans):
+            for i, plan in enumerate(plans):
                 if plan is not None and (i or not write) and undo is None:
-                    dense_sums_(on_device(plan), mask, lanes[w, i])
+                    dense_sums_(plan, mask, lanes[w, i])
         self.slots.release(place)
 
     def _new_lanes(self) -> _Lanes:
@@ -203,35 +201,47 @@ class StreamPlaced(Placed):
             for i in range(len(packs_of(x)))
         }
 
-    def _sums(self, lanes: _Lanes, *, after: bool, written: bool) -> Sums:
-        """Sums by tensor of the live words as they were, or as they are after the XOR.
+    def _sums(self, lanes: _Lanes, num: int) -> list[Sums]:
+        """Sums by tensor of the live words: as they are now, and where ``num`` is 2 as they will be after the XOR.
 
         Args:
-            lanes: From ``_stream``. Replicas and copies were read once the places were written, where they were.
-            after: Which of the two.
-            written: Whether the pass wrote.
+            lanes: From ``_stream``: of a pass that wrote, places have the words as it left them in columns 0 and 1, and
+                replicas and copies were read after it.
+            num: 1 or 2.
         """
-        out: list[Sums] = []
+        with self.queue.running():
+            device = {k: x if num == 1 else _was_and_is(x) for k, x in lanes.items()}
+            host = {k: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for k, x in device.items()}
+            for k, x in device.items():
+                host[k].copy_(x, non_blocking=True)
+            self.queue.wait()
+        parts: list[list[Sums]] = [[] for _ in range(num)]
         for w, words in self.layout.words.items():
-            host = [lanes[w, i].cpu().numpy().view(np.uint64) for i in range(len(packs_of(words)))]
-            out.append(_non_zero(words.ids, host[0][:, :2] + host[0][:, 2:] if after else host[0][:, :2]))
-            first = 1 if words.replicas is None else 2
+            own = [words.ids]
             if words.replicas is not None:
-                new = after and not written
-                columns = host[1][:, :2] + host[1][:, 2:] if new else host[1][:, :2]
-                out.append(_non_zero(words.ids + len(self.layout.binding.schema.tensors), columns))
-            for copy, lead in zip(host[first::2], host[first + 1 :: 2], strict=True):
-                wrong = (copy != lead).any(axis=1)
+                own.append(words.ids + len(self.layout.binding.schema.tensors))
+            for i, ids in enumerate(own):
+                columns = host[w, i].numpy().view(np.uint64)
+                for n in range(num):
+                    parts[n].append(_non_zero(ids, columns[:, 2 * n : 2 * n + 2]))
+            packs = range(len(own), len(packs_of(words)))
+            for copy, lead in zip(packs[::2], packs[1::2], strict=True):
+                wrong = (host[w, copy] != host[w, lead]).any(dim=1).numpy()
                 if wrong.any():
                     raise BaseMismatchError(
                         f"{names_of(self.layout.binding.schema, words.ids[wrong])}: words at the touched positions differ "
                         "between the engine's copies of them. Load the weights anew, or correct the adapter's list of copies"
                     )
-        return Sums.join(out)
+        return [Sums.join(p) for p in parts]
+
+
+def _was_and_is(lanes: torch.Tensor) -> torch.Tensor:
+    """Sums of words as they were and as they will be, from those of words as they were and of the change."""
+    return torch.cat((lanes[:, :2], lanes[:, :2] + lanes[:, 2:]), 1)
 
 
 def _non_zero(ids: np.ndarray, lanes: np.ndarray) -> Sums:
-    mine = lanes.any(axis=1)
+    mine = (lanes[:, 0] != 0) | (lanes[:, 1] != 0)
     return Sums(ids[mine], np.ascontiguousarray(lanes[mine]))
 
 

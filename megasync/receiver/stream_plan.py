@@ -139,6 +139,22 @@ def on_device(plan: WalkPlan) -> WalkPlan:
     return plan if device.type == "cpu" else _moved(plan, lambda t: t.to(device, non_blocking=True))
 
 
+def idle(plan: WalkPlan) -> WalkPlan:
+    """The launches of a plan with nothing to do in them, on the device of its records: they load the kernels, no more."""
+
+    def none(t: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(t[:1], device=plan.records.device)
+
+    return replace(_moved(plan, none), boxes=())
+
+
+def kernels_of(plan: WalkPlan) -> Iterator[object]:
+    """What tells the kernels of a plan's launches from those of other plans."""
+    w = plan.records.word_nbytes
+    yield from ((w, c.piece_nbytes, c.num_digits, c.num_checks) for c in plan.fast)
+    yield from ((w, plan.records.num_axes, c.group.num_terms, c.group.nibble, c.group.wide) for c in plan.slow)
+
+
 def _moved(plan: WalkPlan, move: Callable[[torch.Tensor], torch.Tensor]) -> WalkPlan:
     return replace(
         plan,

@@ -30,8 +30,10 @@ class Sums:
 
     @classmethod
     def join(cls, parts: Iterable[Sums]) -> Sums:
-        """Several one after the other; ids may repeat."""
+        """Several one after the other; ids may repeat. One alone is given back as it is."""
         found = list(parts)
+        if len(found) == 1:
+            return found[0]
         if not found:
             return cls(np.empty(0, np.int64), np.empty((0, 2), np.uint64))
         return cls(np.concatenate([p.ids for p in found]), np.concatenate([p.lanes for p in found]))

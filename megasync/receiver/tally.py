@@ -20,9 +20,9 @@ from megasync.schema import names_of
 
 
 class _Count(msgspec.Struct, array_like=True, frozen=True):
-    primaries: bytes
-    mirror_ids: bytes
-    mirrors: bytes
+    primaries: memoryview
+    mirror_ids: memoryview
+    mirrors: memoryview
 
 
 def tally(
@@ -68,11 +68,16 @@ def _count(binding: Binding, ids: np.ndarray, columns: Sequence[Sums], mine: np.
             keys.append(binding.replica_id(m.tensor_id) if rank == m.replica else m.tensor_id)
     wanted, which = np.unique(np.array(keys, dtype=np.int64), return_inverse=True)
     packed = np.stack([c.over(wanted)[which] for c in columns], axis=1)
-    return _Count(mine.astype("<u8").tobytes(), np.array(rows, dtype="<i8").tobytes(), packed.astype("<u8").tobytes())
+    return _Count(_view(mine.astype("<u8", copy=False)), _view(np.array(rows, "<i8")), _view(packed.astype("<u8")))
+
+
+def _view(x: np.ndarray) -> memoryview:
+    """The bytes of an array, not copied where they lie together."""
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def _compare(binding: Binding, what: str, counts: Sequence[_Count]) -> None:
-    found: dict[tuple[int, int], bytes] = {}
+    found: dict[tuple[int, int], memoryview] = {}
     for rank, c in enumerate(counts):
         numbers = np.frombuffer(c.mirror_ids, "<i8")
         size = len(c.mirrors) // max(len(numbers), 1)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import re
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Self
 
-from megasync.errors import RefetchError, RetryError
+from megasync.errors import RefetchError, RetryError, SinkConflictError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -74,8 +75,24 @@ def check_head(document: bytes) -> bytes:
 
 
 def describe_head(document: bytes | None) -> str:
-    """A head document in a message: its length and first bytes."""
-    return "no head" if document is None else f"{len(document)} bytes {document[:64]!r}"
+    """A head document in a message, by which two can be told apart; a sink never looks inside."""
+    return "no head" if document is None else f"{len(document)} bytes, crc32 {zlib.crc32(document):08x}"
+
+
+def head_conflict(what: str, expected: bytes | None, found: bytes | None) -> SinkConflictError:
+    """The error of a swap that met another head than it expected; the caller raises it.
+
+    Args:
+        what: The operation, its run and its place.
+        expected: The document that ought to be there.
+        found: The document that is there.
+    """
+    met = f"{what}: expected {describe_head(expected)}, found {describe_head(found)}, nothing was changed"
+    if found is None:
+        return SinkConflictError(
+            f"{met}; the head is gone: the sink was deleted or unmounted. Bring it back, or start this run anew"
+        )
+    return SinkConflictError(f"{met}; another publisher moved it: read it again and stop the older publisher")
 
 
 def check_range(key: str, offset: int, nbytes: int | None, object_nbytes: int) -> int:
@@ -213,6 +230,19 @@ class Sink(ABC):
         undefined.
         """
 
+    def open_file(self, key: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
+        """An object as an open file, so that another process can read it without this one's help.
+
+        Returns:
+            A descriptor for reading, which the caller closes; None where objects are not files, or reads must come through
+            this sink.
+
+        Raises:
+            KeyError: No such object.
+        """
+        del key, timeout_s
+        return None
+
     @abstractmethod
     def size(self, key: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Bytes of an object. KeyError where it does not exist."""
@@ -269,6 +299,18 @@ class Sink(ABC):
             Bytes removed.
         """
         return 0
+
+    def leftovers(self, prefix: str, *, min_age_s: float = 3600.0) -> list[str]:
+        """What ``sweep`` would remove, by name.
+
+        Args:
+            prefix: Only below this (whole parts of a key); empty for everything.
+            min_age_s: As in ``sweep``.
+
+        Returns:
+            Names as keys are written; no reader can see them, and they are no keys.
+        """
+        return []
 
     def describe(self) -> str:
         """What and where, for messages and reports."""

@@ -70,6 +70,10 @@ class ForwardingSink(Sink):
         """See ``Sink.sweep``."""
         return self.inner.sweep(min_age_s=min_age_s)
 
+    def leftovers(self, prefix: str, *, min_age_s: float = 3600.0) -> list[str]:
+        """See ``Sink.leftovers``."""
+        return self.inner.leftovers(prefix, min_age_s=min_age_s)
+
     def describe(self) -> str:
         """What and where."""
         return self.inner.describe()

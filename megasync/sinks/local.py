@@ -27,7 +27,7 @@ from megasync.sinks.base import (
     check_prefix,
     check_range,
     check_run,
-    describe_head,
+    head_conflict,
     writable_view,
 )
 
@@ -150,6 +150,12 @@ class LocalSink(Sink):
             check_range(key, offset, view.nbytes, size)
             files.read_range(descriptor, offset, view, deadline, what)
 
+    def open_file(self, key: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
+        """See ``Sink.open_file``."""
+        Deadline(timeout_s)
+        with self._reading(key) as (descriptor, _, _):
+            return os.dup(descriptor)
+
     def size(self, key: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """See ``Sink.size``."""
         Deadline(timeout_s)
@@ -226,10 +232,7 @@ class LocalSink(Sink):
                 self.reached("locked")
                 found = _read_head(run, folder)
                 if found != expected:
-                    raise SinkConflictError(
-                        f"{what}: expected {describe_head(expected)}, found {describe_head(found)}, nothing was "
-                        f"changed; another publisher moved it: read it again and stop the older publisher"
-                    )
+                    raise head_conflict(what, expected, found)
                 files.replace_file(f"{run}.head", folder, new, deadline, what, self.reached)
                 files.make_durable(chain)
 
@@ -258,6 +261,16 @@ class LocalSink(Sink):
             return sum(
                 files.sweep_folder(folder, min_age_s)
                 for _, _, _, folder in os.fwalk(self.directory, follow_symlinks=False)
+            )
+
+    def leftovers(self, prefix: str, *, min_age_s: float = 3600.0) -> list[str]:
+        """See ``Sink.leftovers``. By age alone, so that it works where nothing may be locked or written."""
+        folder = os.path.join(self.directory, *check_prefix(prefix).split("/"))  # noqa: PTH118
+        with files.os_errors(f"list what was left behind in {self.describe()}"):
+            return sorted(
+                os.path.relpath(os.path.join(path, name), self.directory)  # noqa: PTH118
+                for path, _, _, opened in os.fwalk(folder, follow_symlinks=False)
+                for name in files.stale_files(opened, min_age_s)
             )
 
     def describe(self) -> str:

@@ -311,15 +311,25 @@ def _try_lock(descriptor: int) -> bool:
 def sweep_folder(folder: int, min_age_s: float) -> int:
     """Remove the temporary files of dead writers from one folder; returns the bytes removed."""
     removed = 0
-    with os.scandir(folder) as entries:
-        names = [e.name for e in entries if e.name.startswith(TEMP_PREFIX) and e.is_file(follow_symlinks=False)]
-    for name in names:
+    for name in stale_files(folder, min_age_s):
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if time.time() - found.st_mtime >= min_age_s and not _has_writer(name, folder):
+            if not _has_writer(name, folder):
                 os.unlink(name, dir_fd=folder)
                 removed += found.st_size
     return removed
+
+
+def stale_files(folder: int, min_age_s: float) -> list[str]:
+    """Temporary files of one folder that nobody wrote to for so long."""
+    with os.scandir(folder) as entries:
+        names = [e.name for e in entries if e.name.startswith(TEMP_PREFIX) and e.is_file(follow_symlinks=False)]
+    stale = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime >= min_age_s:
+                stale.append(name)
+    return stale
 
 
 def _has_writer(name: str, folder: int) -> bool:

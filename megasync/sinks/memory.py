@@ -26,7 +26,7 @@ from megasync.sinks.base import (
     check_prefix,
     check_range,
     check_run,
-    describe_head,
+    head_conflict,
     writable_view,
 )
 
@@ -268,11 +268,7 @@ class MemorySink(Sink):
         with self._lock:
             found = self._heads.get(run)
             if found != expected:
-                raise SinkConflictError(
-                    f"move the head of {run!r} in {self.describe()}: expected {describe_head(expected)}, found "
-                    f"{describe_head(found)}, nothing was changed; another publisher moved it: read it again and stop "
-                    f"the older publisher"
-                )
+                raise head_conflict(f"move the head of {run!r} in {self.describe()}", expected, found)
             self._heads[run] = bytes(check_head(new))
             if self.num_versions is not None:
                 self._forget_old(run, self.num_versions)

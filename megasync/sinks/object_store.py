@@ -30,7 +30,7 @@ from megasync.sinks.base import (
     check_prefix,
     check_range,
     check_run,
-    describe_head,
+    head_conflict,
     writable_view,
 )
 
@@ -291,10 +291,7 @@ class ObjectStoreSink(Sink):
                     found, _ = self._read_head(run, timeout_s)
                 if found == document:
                     raise RetryError(f"{what}: whether this swap or another's moved it is unknown; read it and decide")
-        raise SinkConflictError(
-            f"{what}: expected {describe_head(expected)}, found {describe_head(found)}, nothing was changed; another "
-            f"publisher moved it: read it again and stop the older publisher"
-        )
+        raise head_conflict(what, expected, found)
 
     def describe(self) -> str:
         """What and where."""

@@ -39,7 +39,7 @@ def open_sink(place: str | os.PathLike[str] | Mapping[str, Any] | Any, **options
     url, given = _split_place(place)
     given.update(options)
     if "://" not in url:
-        return _open_file(url, **given)
+        return _open_file(_path_of(url), **given)
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     if "secret" in query or any("secret" in name or "password" in name for name in query):
@@ -86,6 +86,19 @@ def _split_place(place: Any) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"a sink is a URL, a path, or a mapping or dataclass with 'url', not {place!r:.200}")
     given = {name: value for name, value in place.items() if name != "url" and value is not None}
     return place["url"], given
+
+
+def _path_of(place: str) -> str:
+    """A path, or ``file:/path``; what begins like a URL is refused rather than made a folder of that name."""
+    scheme, colon, rest = place.partition(":")
+    if not colon or scheme.lower() not in known_schemes():
+        return place
+    if scheme.lower() == "file" and rest.startswith("/"):
+        return unquote(rest)
+    raise ValueError(
+        f"sink {place!r} is neither a URL nor a plain path: write {scheme}://... with two slashes as text (a Path drops one), "
+        f"file:///absolute/path, or ./{place} for a folder of that name"
+    )
 
 
 def _int(name: str, value: Any) -> int:

@@ -15,24 +15,23 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+import torch
 
 from megasync.codecs.choice import check_codec
 from megasync.config import OnError, PublishConfig, WhenFull
-from megasync.errors import SchemaMismatchError
 from megasync.manifest import check_run
 from megasync.sinks.base import Sink
 from megasync.telemetry import Telemetry
-from megasync.trainer.agree import all_gather_bytes
 from megasync.trainer.device_masker import make_masker
 from megasync.trainer.exporter import Exporter
+from megasync.trainer.facts import facts_of
 from megasync.trainer.groups import Groups, make_groups
+from megasync.trainer.guards import check_drift, check_first, check_settings
 from megasync.trainer.hooks import StepHooks
 from megasync.trainer.inflight import Flight, InFlight, error_of
 from megasync.trainer.masker import AnchorMasked, FailedMasked, Masked, Masker
 from megasync.trainer.publish import Outcome, Publishing
-from megasync.trainer.replicas import check_replicas
-from megasync.trainer.start import Started, lanes_for, start, together
+from megasync.trainer.start import Started, start, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,6 +85,20 @@ class MegasyncCallback:
     _state: _State | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.exporter, torch.nn.Module) or not (
+            isinstance(self.exporter, Exporter) or callable(self.exporter)
+        ):
+            raise TypeError(
+                f"MegasyncCallback got a {type(self.exporter).__name__} for its exporter: wrap the weights in one, "
+                "TensorExporter.of_module(module) or MegatronExporter(chunks, names)"
+            )
+        if not hasattr(self.sink, "create"):
+            raise TypeError(f"MegasyncCallback got a {type(self.sink).__name__} for its sink: use open_sink(url)")
+        if not isinstance(self.config, PublishConfig):
+            raise TypeError(
+                f"MegasyncCallback got a {type(self.config).__name__} for its config: use PublishConfig(...)"
+            )
+        self.base = None if self.base is None else Path(self.base)
         check_run(self.config.run)
         check_codec(self.config.codec)
 
@@ -93,23 +106,37 @@ class MegasyncCallback:
 
     def on_train_start(self, context: Any = None) -> None:
         """Plan, claim the run, seed the snapshot, publish version 0 where the run is fresh."""
-        exporter = self.exporter
-        if not isinstance(exporter, Exporter):
-            model = getattr(context, "model", None)
-            if model is None:
-                raise ValueError(
-                    "MegasyncCallback got a function for its exporter but no context.model to call it with"
-                )
-            exporter = exporter(list(model) if isinstance(model, list | tuple) else [model])
+        self.close()  # threads, hooks and process groups of a start before this one
+        make = self._exporter_of(context)
         groups = make_groups(self.config, self.ranks)
-        with self.telemetry.span("start"):
-            started = start(exporter, self.sink, self.config, groups.control, self.base)
         optimizer = self.optimizer if self.optimizer is not None else getattr(context, "optimizer", None)
         try:
+            check_settings(self.config, self.base is not None, groups.control)
+            # A rank whose exporter cannot be made must not leave the others waiting.
+            exporter = (
+                make()
+                if groups.control is None
+                else together(groups.control, "making the exporter", self.config.timeout_s, make)
+            )
+            with self.telemetry.span("start"):
+                started = start(exporter, self.sink, self.config, groups.control, self.base)
             self._enter(exporter, started, groups, optimizer)
         except BaseException:
-            self.close()  # no thread and no hook of a start that failed stays behind; it may be tried again
+            # Nothing of a start that failed stays behind; it may be tried again.
+            if self._state is not None:
+                self.close()
+            else:
+                groups.close()
             raise
+
+    def _exporter_of(self, context: Any) -> Callable[[], Exporter]:
+        exporter = self.exporter
+        if isinstance(exporter, Exporter):
+            return lambda: exporter
+        model = getattr(context, "model", None)
+        if model is None:
+            raise ValueError("MegasyncCallback got a function for its exporter but no context.model to call it with")
+        return lambda: exporter(list(model) if isinstance(model, list | tuple) else [model])
 
     def _enter(self, exporter: Exporter, started: Started, groups: Groups, optimizer: Any) -> None:
         """Start the threads and hooks; publish version 0 where it is an anchor."""
@@ -129,10 +156,10 @@ class MegasyncCallback:
             publishing, groups.control, started.lineage, self.config.in_flight_limit, self.telemetry, self._settled
         )
         flights.start()
-        self._state = _State(exporter, groups.control, started, masker, hooks, flights, started.head.version + 1)
+        self._state = _State(exporter, groups, started, masker, hooks, flights, started.head.version + 1)
         if started.needs_anchor:
             self._state.next_version = 1
-            flights.add(Flight(0, AnchorMasked(started.schema, started.snapshot), self._info(), anchor=True))
+            flights.add(Flight(0, AnchorMasked(started.schema, started.snapshot), facts_of(self.facts), anchor=True))
             self._look(drain=True)
 
     def _make_masker(self, started: Started, algorithm: int) -> Masker:
@@ -181,9 +208,15 @@ class MegasyncCallback:
             RankFailedError: On every rank, when a publication failed and ``on_error`` is ``raise``, or when failures
                 exceed ``max_failures``.
             SinkConflictError: On every rank, when another publisher took over the run.
+            SchemaMismatchError: On every rank, when the first delta is another model rather than a step.
+            ReplicaDriftError: On every rank, when replicas differ (``check_replicas_every``).
+
+        After the last three nothing is published any more, and each call raises again: start anew once it is mended.
         """
         state = self._running()
+        self._refuse_again(state)
         state.steps += 1
+        state.skipped += skipped
         state.unpublished |= not skipped or state.started.volatile
         state.hooks.step_ended()
         if state.steps % self.config.every:
@@ -193,6 +226,7 @@ class MegasyncCallback:
     def flush(self) -> None:
         """Publish what changed since the last publication, if anything, and wait until all of it is durable."""
         state = self._running()
+        self._refuse_again(state)
         state.hooks.force()
         self._look(drain=True)
         if state.unpublished:
@@ -205,10 +239,10 @@ class MegasyncCallback:
     def close(self) -> None:
         """Stop the worker thread; versions still in flight are given up. Idempotent, local."""
         if self._state is not None:
-            self._state.hooks.close()
-            self._state.masker.close()
-            self._state.flights.close()
-            self._state = None
+            state, self._state = self._state, None
+            state.hooks.close()
+            state.masker.close()
+            state.groups.close(worker_ended=state.flights.close())
 
     @property
     def version(self) -> int:
@@ -230,22 +264,16 @@ class MegasyncCallback:
             with self.telemetry.span("settle"):
                 state.exporter.settle()
         if compare:
-            # Pieces are views: a fresh list costs little and sees the same memory.
-            started = state.started
-            check_replicas(
-                started.schema,
-                started.plan.holdings,
-                state.exporter.pieces(),
-                state.control,
-                lanes_of=lanes_for(started.device),
-                timeout_s=config.timeout_s,
-            )
+            try:
+                check_drift(config, state.started, state.exporter, state.control)
+            except Exception as e:
+                raise self._refused(e) from e
         masked = self._mask(late)
         state.hooks.begun(late)
         if not state.checked_first:
             self._check_first(masked)
         state.unpublished = False
-        state.flights.add(Flight(version, masked, self._info()))
+        state.flights.add(Flight(version, masked, facts_of(self.facts)))
         return version
 
     def _mask(self, late: tuple[int, ...]) -> Masked:
@@ -261,29 +289,30 @@ class MegasyncCallback:
         """Refuse a first delta that is another model rather than a step; the snapshot is put back first."""
         state = self._running()
         try:
-            changed = masked.changed_nbytes()
-        except Exception:
-            changed = -1
-        told = all_gather_bytes(state.control, msgspec.msgpack.encode(changed), "first density", self.config.timeout_s)
-        by_rank = [msgspec.msgpack.decode(t, type=int) for t in told]
-        if min(by_rank) < 0:
-            return  # a rank could not mask: the version fails on its way, and the next one is the first
-        density = sum(by_rank) / max(state.started.schema.nbytes, 1)
+            error = check_first(self.config, state.started, masked, state.control)
+        except LookupError:
+            return  # the version fails on its way, and the next one is the first
+        if error is not None:
+            state.masker.undo([masked])
+            raise self._refused(error)
         state.checked_first = True
-        if density <= self.config.max_first_density or state.started.needs_anchor:
-            return
-        state.masker.undo([masked])
-        raise SchemaMismatchError(
-            f"the first delta of run {self.config.run!r} changes {density:.1%} of the bytes, max_first_density is "
-            f"{self.config.max_first_density:.1%}: the trainer does not start from version {state.started.head.version}; "
-            f"load it, or raise max_first_density"
-        )
+
+    def _refused(self, error: Exception) -> Exception:
+        """Publish nothing any more: what is refused once would go out with the next step, or from a ``finally``."""
+        state = self._running()
+        state.refused = error
+        state.next_version -= 1  # the version that did not come to be
+        return error
+
+    def _refuse_again(self, state: _State) -> None:
+        if state.refused is not None:
+            raise state.refused
 
     def _look(self, *, room: bool = False, drain: bool = False, final: bool = False) -> bool:
         """Settle what is settled, withdraw what failed; False where the in-flight limit says to skip this step."""
         state = self._running()
         with self.telemetry.span("wait"):
-            outcomes, lost = state.flights.settle(room, drain)
+            outcomes, lost = state.flights.settle(room, drain, (state.steps, state.skipped))
         self.outcomes += outcomes
         if any(o.durable for o in outcomes):
             state.failures = 0
@@ -298,10 +327,11 @@ class MegasyncCallback:
             state.failures += 1
             failed = next(o for o in outcomes if not o.durable)
             log.warning("megasync: %s withdrawn: %s", [f.version for f in lost], failed.error)
-            anchor_lost = any(f.anchor for f in lost)
+            if failed.fenced:
+                state.refused = error_of(failed, self.config.run)
+                raise state.refused
             if (
-                failed.fenced
-                or anchor_lost
+                any(f.anchor for f in lost)
                 or final
                 or self.config.on_error is OnError.RAISE
                 or state.failures > self.config.max_failures
@@ -318,36 +348,28 @@ class MegasyncCallback:
                 "megasync: on_outcome failed for version %d; the publication is not concerned", outcome.version
             )
 
-    def _info(self) -> dict[str, str | int | float]:
-        """The facts, as far as there are any: the pass has begun, so that an error here would lose its changes."""
-        try:
-            return {str(k): v if type(v) in (str, int, float) else _plain(v) for k, v in self.facts().items()}
-        except Exception as e:
-            log.warning("megasync: facts() failed (%s: %s); the version is published without", type(e).__name__, e)
-            return {}
-
     def _running(self) -> _State:
         if self._state is None:
             raise ValueError("MegasyncCallback is not running: call on_train_start first, on every rank")
         return self._state
 
 
-def _plain(value: object) -> str | int | float:
-    """A number of another library as Python's own, anything else as text."""
-    number = value.item() if hasattr(value, "item") else value
-    return number if type(number) in (int, float) else str(value)  # type: ignore[return-value]
-
-
 @dataclass
 class _State:
     exporter: Exporter
-    control: ProcessGroup | None
+    groups: Groups
     started: Started
     masker: Masker
     hooks: StepHooks
     flights: InFlight
     next_version: int
     steps: int = 0
+    skipped: int = 0
     failures: int = 0
     unpublished: bool = False
     checked_first: bool = False
+    refused: Exception | None = None
+
+    @property
+    def control(self) -> ProcessGroup | None:
+        return self.groups.control

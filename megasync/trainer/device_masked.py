@@ -84,20 +84,19 @@ class DeviceMasked(Masked):
         self.landed: list[Landed] = []
         self.error: BaseException | None = None
         self.begun: Mark | None = None
-        self._read: Mark | None = None
+        self.read: Mark | None = None  # after the last read of live weights that is queued so far
         self._issued = Event()
         self._delta: Future[EncodedDelta] = Future()
         self._broken: list[Entries] = []
 
-    def issue(self, read: Mark | None) -> None:
+    def issue(self) -> None:
         """Every read of live weights is queued; ``read`` is when the last is done."""
-        self._read = read
         self._issued.set()
 
     def wait_issued(self) -> Mark | None:
         """Wait until the last read is queued, and give its mark."""
         self._issued.wait()
-        return self._read
+        return self.read
 
     def encode_with(self, codec: str, algorithm: int, num_threads: int, pool: Executor) -> None:
         """Encode what came down, on the encoder's thread; afterwards the landing arena is not read any more."""

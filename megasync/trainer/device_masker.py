@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megasync.kernels.compact import CompactPart, compact_jobs_
+from megasync.kernels.compact import compact_jobs_
+from megasync.kernels.compact_launch import CompactPart
 from megasync.schema import Schema
 from megasync.telemetry import Telemetry
 from megasync.trainer.device_arena import Landing, Landings
@@ -55,6 +56,9 @@ class DeviceMasker(Masker):
         num_threads: Threads of the outer codec.
         landing: Bytes of a landing arena; by default ``landing_nbytes`` of the snapshot.
 
+    *Stream*: with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` kernels of all streams start in the order they were launched in. A pass over
+    a snapshot in HBM is launched at once; one over a snapshot in host memory is launched as its slots arrive, behind all
+    that the trainer has launched meanwhile, and may then hold the optimizer's step: keep the snapshot in HBM there.
     *Memory*: two landing arenas and the tables, made here; passes reuse them.
     """
 
@@ -183,9 +187,6 @@ class DeviceMasker(Masker):
             masked.landing = self._landings.take()
         if masked.error is not None:
             return
-        start.hold()
-        if masked.begun is None:
-            masked.begun = Mark(self._device)
         mine = [c for c in self._compactions if c.chunk == chunk]
         landed = []
         for compaction in mine:
@@ -194,8 +195,16 @@ class DeviceMasker(Masker):
             landed.append(Landed(compaction, counts, masked.landing.take(tuple(compaction.lanes.shape), torch.int64)))
             compaction.lanes.zero_()
         masked.landed += landed
+
+        def queued() -> None:
+            masked.read = Mark(self._device)
+
         jobs = [(c.plan, c.lanes) for c in mine]
-        for part in compact_jobs_(jobs, self._snapshot.arena, num_slots=NUM_STAGING_SLOTS):
+        parts = compact_jobs_(jobs, self._snapshot.arena, num_slots=NUM_STAGING_SLOTS, queued=queued)
+        start.hold()  # only now: what was prepared above did not touch live weights
+        if masked.begun is None:
+            masked.begun = Mark(self._device)
+        for part in parts:
             self._held.append((landed[part.job], part))
             self._held_nbytes += part.planes.entries.numel() + part.planes.dense.numel()
             if self._held_nbytes > HELD_NBYTES:
@@ -210,14 +219,14 @@ class DeviceMasker(Masker):
 
     def _finish(self, masked: DeviceMasked) -> None:
         """Every read is queued: let the fence pass, bring the planes down, hand them to the encoder."""
-        read: Mark | None = None
-        try:
-            read = Mark(self._device)
-        except BaseException as e:
-            masked.error = masked.error or e
-        masked.issue(read)
-        if read is not None and masked.begun is not None:
-            self._times.append(("pass", masked.begun, read))
+        if masked.error is not None:
+            try:
+                masked.read = Mark(self._device)  # whatever was queued before the error
+            except BaseException:
+                masked.read = None
+        masked.issue()
+        if masked.read is not None and masked.begun is not None:
+            self._times.append(("pass", masked.begun, masked.read))
         with self._telemetry.span("landing"):
             try:
                 if masked.landing is not None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megasync.kernels.compact import SPAN_NBYTES, STAGED_SPAN_NBYTES
+from megasync.kernels.compact import SPAN_NBYTES, staged_span_nbytes
+from megasync.kernels.compact_launch import MAX_ROOM_RATIO, PENDING_NBYTES
 from megasync.kernels.compact_plan import CompactPlan, plan_compact
 from megasync.kernels.compact_runs import PIECE_COLUMNS
 from megasync.kernels.compact_runs import Region as LiveBox
@@ -31,7 +32,8 @@ LANDING_RATIO = 1 / 16
 """Size of a landing arena over owned bytes; a denser pass goes on into ordinary memory."""
 
 MIN_LANDING_NBYTES = 1 << 20
-NUM_STAGING_SLOTS = 4
+NUM_STAGING_SLOTS = 3
+"""One is compared, one waits, one fills: the copy goes on while the mask's thread waits for its turn."""
 
 HELD_NBYTES = 1 << 27
 """Planes of a pass that stay on the device until all its spans were read: bringing them down then delays no read."""
@@ -144,12 +146,13 @@ def device_work_nbytes(regions: Iterable[Region], device: torch.device, owned_nb
         staged: The snapshot is in host memory and comes up through slots.
 
     Returns:
-        Bytes: tables, copies of volatile weights, scratches, staging slots, and planes: those held until the end of a
-        pass, and of two spans at ``LANDING_RATIO``.
+        Bytes: tables, copies of volatile weights, the scratch, staging slots, and planes: those held until the end of a
+        pass, and room for spans whose sizes are not known yet.
     """
     copies = sum(r.box.num_words * r.data.element_size() for r in regions if buffered(r, device))
-    span = min(STAGED_SPAN_NBYTES if staged else SPAN_NBYTES, owned_nbytes)
+    span = min(staged_span_nbytes(owned_nbytes) if staged else SPAN_NBYTES, owned_nbytes)
     tables = (owned_nbytes // SEGMENT_WORDS + 1) * (PIECE_COLUMNS + 8) * 8
     slots = NUM_STAGING_SLOTS * span if staged else 0
     held = min(HELD_NBYTES, int(4 * owned_nbytes * LANDING_RATIO))
-    return copies + tables + 2 * (span // 4) + slots + held + int(2 * span * LANDING_RATIO * 4)
+    rooms = PENDING_NBYTES if owned_nbytes > PENDING_NBYTES else int(owned_nbytes * MAX_ROOM_RATIO)
+    return copies + tables + span // 4 + slots + held + rooms

@@ -6,6 +6,8 @@ sums are computed on the device. Must not import receiver or an adapter.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +20,8 @@ from megasync.trainer.device_digest import device_lanes
 from megasync.trainer.regions import Region
 from megasync.trainer.snapshot import SAME_SIZE, Snapshot
 from megasync.types import Entries, Lanes
+
+log = logging.getLogger(__name__)
 
 _CHUNK_WORDS = 1 << 22
 
@@ -97,4 +101,16 @@ def make_snapshot(schema: Schema, regions: Sequence[Region], place: SnapshotPlac
     """
     if device.type == "cpu":
         return Snapshot(schema, regions)
+    warn_of_one_queue(place)
     return DeviceSnapshot(schema, regions, place, device)
+
+
+def warn_of_one_queue(place: SnapshotPlace) -> None:
+    """Warn where a snapshot in host memory would hold the trainer's steps: measured on an H200, a step of 0.73 s took a
+    quarter longer."""
+    if place is SnapshotPlace.HOST and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        log.warning(
+            "megasync: snapshot=host with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue, so that the "
+            "mask pass, which is launched as old bytes arrive from the host, waits behind the trainer's kernels and holds "
+            "the optimizer's step. Keep the snapshot on the device (snapshot=device), or give the streams more queues"
+        )

@@ -49,6 +49,14 @@ class Exporter(ABC):
 
     settle_always: bool = False
 
+    @property
+    def sources(self) -> Exporter | None:
+        """Exporter of the weights that this one makes bytes from on their owners alone: what replicas of them share.
+
+        None where all bytes that replicas share are in ``pieces()``.
+        """
+        return None
+
     @abstractmethod
     def specs(self) -> list[TensorSpec]:
         """Specs of every tensor this rank holds a part of.

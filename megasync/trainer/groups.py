@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megasync.config import GatherKind, PublishConfig
+from megasync.errors import RankFailedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,6 +33,18 @@ class Groups:
     carrier: ProcessGroup | None
     device: torch.device
 
+    def close(self, *, worker_ended: bool = True) -> None:
+        """Give the groups back, with the threads and sockets that each of them has. Local; idempotent.
+
+        Args:
+            worker_ended: No thread is inside ``rounds`` and ``carrier`` any more; else they stay until the process ends,
+                since a group must not go while a thread waits in it.
+        """
+        idle = [self.control, *([self.carrier, self.rounds] if worker_ended else [])]
+        for group in {id(g): g for g in idle if g is not None}.values():
+            with suppress(ValueError, RuntimeError):  # gone already: the trainer destroyed all groups before
+                dist.destroy_process_group(group)
+
 
 def make_groups(config: PublishConfig, ranks: list[int] | None) -> Groups:
     """Make the groups. *Collective*: every rank of the world must call it.
@@ -40,14 +55,42 @@ def make_groups(config: PublishConfig, ranks: list[int] | None) -> Groups:
 
     Raises:
         ValueError: ``gather=nccl`` without CUDA.
+        RankFailedError: Naming the ranks that did not come within ``timeout_s``.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Groups(None, None, None, torch.device("cpu"))
+    nccl = config.gather is GatherKind.NCCL
+    if nccl and not torch.cuda.is_available():
+        raise ValueError("gather=nccl needs CUDA devices: use gather=gloo (the default) or gather=direct")
+    _roll_call(config.timeout_s)
     control = dist.new_group(ranks, backend="gloo")
     rounds = dist.new_group(ranks, backend="gloo")
-    if config.gather is not GatherKind.NCCL:
+    if not nccl:
         return Groups(control, rounds, rounds, torch.device("cpu"))
-    if not torch.cuda.is_available():
-        raise ValueError("gather=nccl needs CUDA devices: use gather=gloo (the default) or gather=direct")
     carrier = dist.new_group(ranks, backend="nccl")
     return Groups(control, rounds, carrier, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _roll_call(timeout_s: float) -> None:
+    """Wait for every rank of the world: ``new_group`` waits half an hour for one that is gone, and does not name it."""
+    world = dist.group.WORLD
+    assert world is not None  # initialised, says the caller
+    store, me, num = world.get_group_store(), dist.get_rank(), dist.get_world_size()
+    try:
+        # Counted in the store, so that every rank's own number of this start is the same without any state here.
+        prefix = f"megasync/start/{store.add(f'megasync/starts/{me}', 1)}"
+        store.set(f"{prefix}/{me}", "here")
+        if store.add(f"{prefix}/count", 1) == num:
+            store.set(f"{prefix}/all", "here")
+        with suppress(RuntimeError):
+            store.wait([f"{prefix}/all"], timedelta(seconds=timeout_s))
+        missing = (
+            [] if store.check([f"{prefix}/all"]) else [r for r in range(num) if not store.check([f"{prefix}/{r}"])]
+        )
+    except RuntimeError as e:
+        raise RankFailedError(
+            "starting a publisher", {0: f"the store of the process group does not answer: {e}"}
+        ) from e
+    if missing:
+        why = f"did not come to the start within {timeout_s:g} s: on_train_start() must be called on every rank"
+        raise RankFailedError("starting a publisher", dict.fromkeys(missing, f"{why}; see its own log"))

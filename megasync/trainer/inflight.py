@@ -21,6 +21,7 @@ import msgspec
 from megasync.errors import RankFailedError, RetryError, SinkConflictError
 from megasync.telemetry import Telemetry
 from megasync.trainer.agree import all_gather_bytes
+from megasync.trainer.agree_wait import global_ranks
 from megasync.trainer.masker import Masked
 from megasync.trainer.publish import Outcome, Publishing, publish
 from megasync.versions.encode import EncodedDelta
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LOOK_S = 0.02
+_GRACE = 3  # timeouts that a worker may take beyond ``give_up_s``: encoding, and the attempt that was running then
 
 
 @dataclass
@@ -54,7 +56,10 @@ class Flight:
 class _Settled(msgspec.Struct, array_like=True, frozen=True):
     settled: int
     broken: str
+    stuck: str
     waited_s: float
+    steps: tuple[int, int]
+    newest: int
 
 
 @dataclass
@@ -77,6 +82,7 @@ class InFlight:
     telemetry: Telemetry
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
     flights: deque[Flight] = field(default_factory=deque)
+    _newest: int = -1
     _work: queue.SimpleQueue[Flight | None] = field(default_factory=queue.SimpleQueue)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _broken: BaseException | None = None
@@ -91,9 +97,12 @@ class InFlight:
     def add(self, flight: Flight) -> None:
         """Send a version on its way. Every rank adds the same versions in the same order."""
         self.flights.append(flight)
+        self._newest = flight.version
         self._work.put(flight)
 
-    def settle(self, wait_for_room: bool = False, drain: bool = False) -> tuple[list[Outcome], list[Flight]]:
+    def settle(
+        self, wait_for_room: bool = False, drain: bool = False, steps: tuple[int, int] = (0, 0)
+    ) -> tuple[list[Outcome], list[Flight]]:
         """Agree on which versions are settled, the same set on every rank.
 
         *Collective*: over the control group; every rank must call it at the same step end.
@@ -101,18 +110,21 @@ class InFlight:
         Args:
             wait_for_room: Wait until fewer than ``limit`` versions are unfinished.
             drain: Wait until none is.
+            steps: Steps that this rank has counted, and how many of them were skipped: the same on every rank.
 
         Returns:
             Outcomes settled since the last call, in order; and the flights to withdraw, newest first (empty while
             nothing failed).
 
         Raises:
-            RankFailedError: A worker thread broke on some rank, or a rank did not answer.
-            RetryError: Versions stayed unknown for ``give_up_s``.
+            RankFailedError: A worker thread broke on some rank, a rank did not answer, or ranks counted other steps.
+            RetryError: The fate of a version stayed unknown for ``give_up_s``; with the sink's last answer.
         """
-        start = monotonic()
+        start, before = monotonic(), -1
         while True:
-            agreed = self._agree(monotonic() - start)
+            agreed = self._agree(monotonic() - start, steps)
+            if agreed.settled != before:  # the wait is for each version by itself
+                start, before = monotonic(), agreed.settled
             settled = list(self.flights)[: agreed.settled]
             lost = next((i for i, f in enumerate(settled) if f.outcome is not None and not f.outcome.durable), None)
             left = len(self.flights) - agreed.settled
@@ -121,21 +133,31 @@ class InFlight:
                 pass
             elif lost is not None or (not (drain and left) and not (wait_for_room and left >= self.limit)):
                 return self._take(settled, lost)
-            if agreed.waited_s > self.publishing.config.give_up_s:
+            config = self.publishing.config
+            # The worker itself gives up what cannot have landed; the rest is for one that does not come back at all.
+            if agreed.stuck or agreed.waited_s > config.give_up_s + _GRACE * config.timeout_s:
                 raise RetryError(
                     f"versions {[f.version for f in self.flights]} of run {self.publishing.schema.run!r} are neither "
-                    f"durable nor failed after {agreed.waited_s:.0f} s: {self.publishing.sink.describe()} does not answer"
+                    f"durable nor failed (give_up_s {config.give_up_s:g}): "
+                    + (agreed.stuck or f"{self.publishing.sink.describe()} did not answer for {agreed.waited_s:.0f} s")
                 )
             with self._changed:
                 self._changed.wait(_LOOK_S)
 
-    def close(self) -> None:
-        """Stop the worker; versions still in flight are given up."""
+    def close(self) -> bool:
+        """Stop the worker; versions still in flight are given up.
+
+        Returns:
+            Whether the worker has ended: its process groups are free then.
+        """
         self.publishing.closing.set()
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(self.publishing.config.timeout_s)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        return True
 
     def _take(self, settled: list[Flight], lost: int | None) -> tuple[list[Outcome], list[Flight]]:
         for _ in settled:
@@ -147,7 +169,7 @@ class InFlight:
         self._failed = False
         return outcomes, withdrawn
 
-    def _agree(self, waited_s: float) -> _Settled:
+    def _agree(self, waited_s: float, steps: tuple[int, int]) -> _Settled:
         with self._changed:
             settled = 0
             for flight in self.flights:
@@ -155,12 +177,22 @@ class InFlight:
                     break
                 settled += 1
             broken = "" if self._broken is None else f"{type(self._broken).__name__}: {self._broken}"
-        mine = msgspec.msgpack.encode(_Settled(settled, broken, waited_s))
+        mine = msgspec.msgpack.encode(_Settled(settled, broken, self.publishing.stuck, waited_s, steps, self._newest))
         told = all_gather_bytes(self.control, mine, "versions in flight", self.publishing.config.timeout_s)
         rows = [msgspec.msgpack.decode(t, type=_Settled) for t in told]
-        if causes := {r: row.broken for r, row in enumerate(rows) if row.broken}:
+        ranks = global_ranks(self.control)
+        if causes := {ranks[i]: row.broken for i, row in enumerate(rows) if row.broken}:
             raise RankFailedError("publishing behind the training loop", causes) from self._broken
-        return _Settled(min(r.settled for r in rows), "", rows[0].waited_s)
+        first = rows[0]
+        if apart := {
+            ranks[i]: f"has {_counted(row)}, rank {ranks[0]} {_counted(first)}: every rank must call step_end() after "
+            "every step, with the same arguments"
+            for i, row in enumerate(rows)
+            if (row.steps, row.newest) != (first.steps, first.newest)
+        }:
+            raise RankFailedError(f"step end of run {self.publishing.schema.run!r}", apart)
+        stuck = next((row.stuck for row in rows if row.stuck), "")
+        return _Settled(min(r.settled for r in rows), "", stuck, first.waited_s, first.steps, first.newest)
 
     def _run(self) -> None:
         while (flight := self._work.get()) is not None:
@@ -206,6 +238,10 @@ class InFlight:
         with self._changed:
             flight.outcome = outcome
             self._changed.notify_all()
+
+
+def _counted(row: _Settled) -> str:
+    return f"counted {row.steps[0]} steps ({row.steps[1]} of them skipped), newest version {row.newest}"
 
 
 def error_of(outcome: Outcome, run: str) -> Exception:

@@ -15,7 +15,7 @@ from megasync.digest import box_lanes
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema
 from megasync.trainer.snapshot import Snapshot, to_tile, words_of
-from megasync.types import Entries, Lanes
+from megasync.types import Lanes, WholeEntries
 from megasync.versions.changes import MaskedFrame, TileChange, compare, cut_frames, mask_frame
 
 __all__ = ["anchor_frames", "mask_regions", "words_of"]
@@ -115,7 +115,6 @@ def _whole_tiles(schema: Schema, snapshot: Snapshot) -> Iterator[tuple[int, int,
 
 
 def _anchor_frame(schema: Schema, tiles: list[tuple[int, int, np.ndarray]]) -> MaskedFrame:
-    found = [np.flatnonzero(words) for _, _, words in tiles]
     ids = np.array([t[0] for t in tiles], dtype=np.uint32)
     numbers = np.array([t[1] for t in tiles], dtype=np.uint32)
     change: dict[int, Lanes] = {}
@@ -124,13 +123,6 @@ def _anchor_frame(schema: Schema, tiles: list[tuple[int, int, np.ndarray]]) -> M
         # Words that are 0 add nothing: whole tiles take the digest's fast path.
         change[tensor_id] = change.get(tensor_id, Lanes()) + box_lanes(grid.shape, grid.box(tile), words)
     first = schema.tensors[tiles[0][0]]
-    entries = Entries(
-        first.word_nbytes,
-        ids,
-        numbers,
-        schema.tile_words(ids, numbers),
-        np.array([len(at) for at in found], dtype=np.uint32),
-        np.concatenate(found).astype(np.uint32),
-        np.concatenate([words[at] for (_, _, words), at in zip(tiles, found, strict=True)]),
-    )
+    words = tiles[0][2] if len(tiles) == 1 else np.concatenate([words for _, _, words in tiles])
+    entries = WholeEntries(first.word_nbytes, ids, numbers, schema.tile_words(ids, numbers), words)
     return MaskedFrame(first.layer, entries, change, dict.fromkeys(change, Lanes()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Event
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -69,6 +69,7 @@ class _Status(msgspec.Struct, array_like=True, frozen=True):
     state: _State
     error: str = ""
     manifest_nbytes: int = 0
+    stuck: bool = False
 
 
 @dataclass
@@ -83,6 +84,8 @@ class Publishing:
         carrier: Group that carries payloads: the same, or an NCCL one.
         device: Where messages lie: CPU for gloo, the rank's GPU for NCCL.
         closing: Set when the trainer gives up waiting: no further attempt is made.
+        stuck: The sink's last answer, on every rank, once a head write has been in doubt for longer than ``give_up_s``: the
+            version may still turn out durable. Empty while all is well.
     """
 
     schema: Schema
@@ -92,6 +95,7 @@ class Publishing:
     carrier: ProcessGroup | None
     device: torch.device
     closing: Event
+    stuck: str = ""
 
     @property
     def algorithm(self) -> int:
@@ -128,7 +132,7 @@ def publish(
     Raises:
         RankFailedError: A rank did not answer: the group cannot be used any more.
     """
-    start = perf_counter()
+    start, deadline = perf_counter(), monotonic() + p.config.give_up_s
     parts = _exchange(p, delta, error, version)
     if isinstance(parts, dict):
         return Outcome(version, False, parts), lineage
@@ -137,10 +141,10 @@ def publish(
     placement = place(sizes, p.config.num_writers, direct=p.config.gather is GatherKind.DIRECT)
     headers = _anchor_headers(p, parts, placement) if anchor else [b""] * len(placement.writer_of)
     epoch = _from_head_writer(p, lineage.head.fence if lineage else 0, f"epoch of version {version}")
-    failed = _write_payloads(p, delta, placement, sizes, headers, version, epoch)
+    failed = _write_payloads(p, delta, placement, sizes, headers, version, epoch, deadline)
     if failed:
         return Outcome(version, False, failed), lineage
-    outcome, lineage = _write_head(p, parts, placement, headers, version, lineage, info, anchor)
+    outcome, lineage = _write_head(p, parts, placement, headers, version, lineage, info, anchor, deadline)
     return replace(outcome, publish_s=perf_counter() - start), lineage
 
 
@@ -169,8 +173,12 @@ def _write_payloads(
     headers: Sequence[bytes],
     version: int,
     epoch: int,
+    deadline: float,
 ) -> dict[int, str]:
-    """Write every payload, again and again while the sink does not answer; the errors of the ranks that failed."""
+    """Write every payload, again and again while the sink does not answer; the errors of the ranks that failed.
+
+    Payloads that no head names are never read: what is given up here is known not to be published.
+    """
     me = rank_of(p.group)
     mine = [i for i, writer in enumerate(placement.writer_of) if writer == me]
     done: set[int] = set()
@@ -214,8 +222,8 @@ def _write_payloads(
             return failed
         if all(s.state == "done" for s, _ in rows):
             return {}
-        if _any(p, p.closing.wait(pause), f"retry of version {version}"):
-            return {r: f"given up: {s.error}" for r, (s, _) in enumerate(rows) if s.state == "again"}
+        if _any(p, p.closing.wait(pause) or monotonic() > deadline, f"retry of version {version}"):
+            return {r: _given_up(p, s) for r, (s, _) in enumerate(rows) if s.state == "again"}
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
@@ -228,6 +236,7 @@ def _write_head(
     lineage: Lineage | None,
     info: dict[str, str | int | float],
     anchor: bool,
+    deadline: float,
 ) -> tuple[Outcome, Lineage | None]:
     """The head writer's steps; the other ranks follow its rounds."""
     steps = _HeadSteps(p, lineage, version) if lineage is not None else None
@@ -236,10 +245,18 @@ def _write_head(
     pause = _FIRST_PAUSE_S
     while True:
         status = steps.attempt() if steps is not None else _Status("again")
+        if steps is not None and status.state == "again" and monotonic() > deadline:
+            # A head write in doubt may still land: that version is neither given up nor withdrawn.
+            status = (
+                _Status("again", status.error, stuck=True)
+                if steps.in_doubt
+                else _Status("failed", _given_up(p, status))
+            )
         told = broadcast_bytes(
             p.group, msgspec.msgpack.encode(status), f"head of version {version}", p.config.timeout_s
         )
         status = msgspec.msgpack.decode(told, type=_Status)
+        p.stuck = status.error if status.stuck else ""
         if status.state != "again":
             break
         if _any(p, p.closing.wait(pause), f"retry of the head of version {version}"):
@@ -360,7 +377,7 @@ def _manifest(
         num_changed=int(table.columns["num_changed"].sum(dtype=np.int64)),
         state_table=root if anchor else b"",
         outer=f"{LIBRARY} level {LEVEL}",
-        formulas=tuple(sorted({t.formula for t in p.schema.tensors if t.formula})),
+        formulas=p.schema.formulas,
         info=info,
         digest_algorithm=p.algorithm,
         key=p.config.sign_key or None,
@@ -393,6 +410,11 @@ def _status_of(e: BaseException) -> _Status:
     if isinstance(e, SinkConflictError):
         return _Status("fenced", text)
     return _Status("failed", text)
+
+
+def _given_up(p: Publishing, status: _Status) -> str:
+    why = "the publisher was closed" if p.closing.is_set() else f"give_up_s={p.config.give_up_s:g} s passed"
+    return f"given up ({why}), nothing of it was published: {status.error}"
 
 
 def _any(p: Publishing, mine: bool, what: str) -> bool:

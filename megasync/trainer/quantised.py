@@ -24,6 +24,7 @@ from megasync.errors import NonFiniteError, PlanError
 from megasync.quant.blocks import check_box
 from megasync.quant.checkpoint import FUSED_PARTNERS, Member, QuantisedWeight, QuantRule, select
 from megasync.quant.exchange import exchange_amax
+from megasync.quant.jobs import Owned, jobs_of
 from megasync.quant.passes import Job, Passes, ScalarJob
 from megasync.trainer.exporter import Exporter, Piece
 from megasync.types import DTYPE_NBYTES, Box, TensorSpec
@@ -70,13 +71,18 @@ class QuantisedExporter(Exporter):
 
     @property
     def sources(self) -> Exporter:
-        """The exporter of the weights that are quantised from: what a replica check of quantised weights compares."""
-        return self._inner
+        """The weights that are quantised, as they are: what a replica check compares in place of the quantised bytes."""
+        return _Sources(self._inner, frozenset(self._weights))
 
     @property
     def exchange_s(self) -> float:
         """Seconds that the last exchange of amaxes took."""
         return self._exchange_s
+
+    @property
+    def passes(self) -> Passes:
+        """The two passes over what this rank owns, made by ``own()``; ``settle`` runs them with the exchange between."""
+        return self._passes
 
     @property
     def owned_nbytes(self) -> int:
@@ -148,7 +154,7 @@ class QuantisedExporter(Exporter):
             raise PlanError(f"{len(lost)} owned boxes lie in no piece of this rank: " + "; ".join(lost[:20]))
         buffers = iter(self._allocate([(n, b) for n, b in boxes if n in self._members], found))
         out: list[Piece] = []
-        jobs: dict[tuple[str, Box], Job] = {}
+        owned: dict[str, list[Owned]] = {}
         scalars: list[ScalarJob] = []
         for (name, box), whole in zip(boxes, found, strict=True):
             if whole is None:
@@ -156,9 +162,20 @@ class QuantisedExporter(Exporter):
                 continue
             buffer = next(buffers)
             out.append(Piece(name, box, buffer, chunk=whole.chunk))
-            self._add(name, box, whole, buffer, jobs, scalars)
+            weight, member = self._members[name]
+            if not member.step:
+                scalars.append(ScalarJob(weight.formula, self._groups[weight.group], buffer, weight.reciprocal))
+                continue
+            region = weight.source_box(member, box)
+            check_box(region, weight.source.shape, weight.formula, weight.source.name)
+            owned.setdefault(weight.source.name, []).append(Owned(member, box, region, buffer))
+        jobs: list[Job] = []
+        for source, mine in owned.items():
+            weight = self._weights[source]
+            local = [(p.box, p.data) for p in held[source]]
+            jobs += jobs_of(weight, self._groups[weight.group], mine, local)
         device = next((p.data.device for p in found if p is not None), torch.device("cpu"))
-        self._passes = Passes(list(jobs.values()), scalars, len(self._groups), device)
+        self._passes = Passes(jobs, scalars, len(self._groups), device)
         return out
 
     def settle(self) -> float:
@@ -207,36 +224,20 @@ class QuantisedExporter(Exporter):
             out.append(arenas[device][offset : offset + size].view(dtype).reshape(box.extent))
         return out
 
-    def _add(
-        self,
-        name: str,
-        box: Box,
-        whole: Piece,
-        buffer: torch.Tensor,
-        jobs: dict[tuple[str, Box], Job],
-        scalars: list[ScalarJob],
-    ) -> None:
-        """Enter one owned box in the jobs: codes and scales of one region are one job."""
-        weight, member = self._members[name]
-        slot = self._groups[weight.group]
-        if not member.step:
-            scalars.append(ScalarJob(weight.formula, slot, buffer, weight.reciprocal))
-            return
-        region = weight.source_box(member, box)
-        check_box(region, weight.source.shape, weight.formula, weight.source.name)
-        job = jobs.get((weight.source.name, region))
-        if job is None:
-            at = zip(whole.box.start, region.start, region.extent, strict=True)
-            data = whole.data.detach()[tuple(slice(b - a, b - a + n) for a, b, n in at)]
-            job = jobs[weight.source.name, region] = Job(weight.formula, slot, data)
-        if member.role == "codes":
-            job.codes = buffer
-        elif member.spec.dtype == "F8_E8M0":
-            job.scales, job.e8m0 = torch.ones(buffer.shape, dtype=torch.float32, device=buffer.device), buffer
-        else:
-            job.scales = buffer
-
 
 def _covers(whole: Box, part: Box, member: Member) -> bool:
     """Whether a piece can make a box of a member; any piece of the weight can make its scalar."""
     return not member.step or whole.intersect(part) == part
+
+
+class _Sources(Exporter):
+    """Some tensors of an exporter, for a look at their bytes."""
+
+    def __init__(self, inner: Exporter, names: frozenset[str]) -> None:
+        self._inner, self._names = inner, names
+
+    def specs(self) -> list[TensorSpec]:
+        return [s for s in self._inner.specs() if s.name in self._names]
+
+    def pieces(self) -> list[Piece]:
+        return [p for p in self._inner.pieces() if p.name in self._names]

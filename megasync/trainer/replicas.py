@@ -20,8 +20,9 @@ from megasync.digest import box_lanes, content_digest, lanes_to_bytes
 from megasync.errors import ReplicaDriftError
 from megasync.schema import Schema
 from megasync.trainer.agree import DEFAULT_TIMEOUT_S, agree, all_gather_bytes, rank_of
-from megasync.trainer.exporter import Piece
+from megasync.trainer.exporter import Exporter, Piece
 from megasync.trainer.mask import words_of
+from megasync.trainer.metadata import exchange
 from megasync.trainer.plan_cells import cells_of
 from megasync.trainer.plan_holdings import Holdings, brief_box, brief_ranks
 from megasync.trainer.regions import LocalPieces
@@ -101,6 +102,41 @@ def check_replicas(
     if differences:
         raise ReplicaDriftError(differences)
     return report
+
+
+def check_sources(
+    run: str,
+    exporter: Exporter,
+    group: ProcessGroup | None,
+    *,
+    lanes_of: LanesOf | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> ReplicaReport | None:
+    """Compare the replicas of weights whose canonical bytes only their owners make (quantised export).
+
+    Comes beside ``check_replicas``, which cannot see them: a replica that drifted would be quantised, or not, depending on who
+    owns the tile. What each rank holds of the sources is exchanged first.
+
+    *Collective*: over ``group``; every rank must call it, while nothing writes the weights.
+
+    Args:
+        run: Name of the run.
+        exporter: This rank's exporter.
+        group: Gloo group of all trainer ranks, or None alone.
+        lanes_of: As for ``check_replicas``.
+        timeout_s: Seconds to wait for the other ranks.
+
+    Returns:
+        What was compared here; None where the exporter has no such weights on any rank.
+
+    Raises:
+        ReplicaDriftError, RankFailedError, PlanError: As ``check_replicas`` and the exchange.
+    """
+    sources = exporter.sources
+    if sources is None:
+        return None
+    schema, holdings = exchange(run, sources, group, timeout_s=timeout_s)
+    return check_replicas(schema, holdings, sources.pieces(), group, lanes_of=lanes_of, timeout_s=timeout_s)
 
 
 def host_lanes(shape: tuple[int, ...], box: Box, data: torch.Tensor) -> Lanes:

@@ -31,7 +31,7 @@ from megasync.trainer.metadata import exchange
 from megasync.trainer.plan import OwnershipPlan, make_plan
 from megasync.trainer.publish import HEAD_WRITER
 from megasync.trainer.regions import match_regions
-from megasync.trainer.replicas import LanesOf, check_replicas, host_lanes
+from megasync.trainer.replicas import LanesOf, check_replicas, check_sources, host_lanes
 from megasync.trainer.seed import (
     FrozenRow,
     check_checkpoint,
@@ -133,6 +133,7 @@ def start(
     live = [p.data for p in exporter.pieces()] + [r.data for r in regions]
     device = together(group, "device of the weights", timeout, lambda: device_of(live))
     check_replicas(schema, holdings, exporter.pieces(), group, lanes_of=lanes_for(device), timeout_s=timeout)
+    check_sources(config.run, exporter, group, lanes_of=lanes_for(device), timeout_s=timeout)
     if me == HEAD_WRITER:
         log.info("megasync run %s: %s", config.run, plan.report())
     fresh = base is None and _is_fresh(sink, config, group)

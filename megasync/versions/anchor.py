@@ -10,13 +10,15 @@ the file. Must not import trainer or receiver.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from megasync.digest import SHA256, XXH3_128, content_digest
+from megasync.errors import MegasyncError, SinkConflictError
 from megasync.frames import FrameTable
-from megasync.manifest import Manifest, empty_table
+from megasync.manifest import Manifest, empty_table, manifest_key
 from megasync.schema import Schema
 from megasync.sinks.base import DEFAULT_TIMEOUT_S, Sink
 from megasync.versions.checkpoint import SUB_BYTE_BITS, header_bytes
@@ -57,6 +59,9 @@ def publish_checkpoint(
 
     Returns:
         The lineage at version 0.
+
+    Raises:
+        SinkConflictError: Another publisher has the run; nothing of this version is left in the sink.
     """
     schema, states = lineage.schema, lineage.states
     root = content_digest(states.tobytes(), XXH3_128)
@@ -83,5 +88,11 @@ def publish_checkpoint(
     write_schema(sink, schema, timeout_s=timeout_s)
     write_state_table(sink, schema.run, root, states.tobytes(), timeout_s=timeout_s)
     write_manifest(sink, manifest, timeout_s=timeout_s)
-    head = move_head(sink, lineage.head, manifest, timeout_s=timeout_s)
+    try:
+        head = move_head(sink, lineage.head, manifest, timeout_s=timeout_s)
+    except SinkConflictError:
+        # Refused for good: nothing will ever name this manifest.
+        with suppress(MegasyncError):
+            sink.delete(manifest_key(schema.run, 0, manifest.epoch), timeout_s=timeout_s)
+        raise
     return replace(lineage, head=head, version=0, digest=manifest.digest)

@@ -7,13 +7,14 @@ Used by trainer.publish, fold and the tools. Must not import trainer or receiver
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from megasync.errors import RetryError, SinkConflictError
+from megasync.errors import MegasyncError, RetryError, SinkConflictError
 from megasync.manifest import (
     MIN_PUBLISHER_NBYTES,
     Head,
     Manifest,
+    check_manifest,
     check_run,
     decode_head,
     manifest_key,
@@ -42,19 +43,66 @@ def claim(sink: Sink, run: str, *, publisher: bytes | None = None, timeout_s: fl
         SinkConflictError: Other publishers kept claiming meanwhile.
     """
     check_run(run)
+    for _ in range(_ATTEMPTS):
+        try:
+            return claim_seen(sink, look(sink, run, timeout_s=timeout_s), publisher=publisher, timeout_s=timeout_s)
+        except SinkConflictError:
+            continue
+    raise SinkConflictError(f"run {run!r}: {_ATTEMPTS} claims of the head failed; another publisher keeps starting")
+
+
+@dataclass(frozen=True, slots=True)
+class SeenHead:
+    """A head as it was when it was looked at.
+
+    Attributes:
+        head: What it said; version -1 and fence 0 where there was none.
+        raw: The document itself, None where there was none.
+    """
+
+    head: Head
+    raw: bytes | None
+
+
+def look(sink: Sink, run: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> SeenHead:
+    """Look at a run's head before claiming it.
+
+    Raises:
+        ValueError: A run name that cannot be part of a key.
+        FormatError: The head is refused.
+    """
+    check_run(run)
+    raw = sink.read_head(run, timeout_s=timeout_s)
+    return SeenHead(decode_head(raw, run) if raw is not None else Head(run, -1, 0, b"", 0), raw)
+
+
+def claim_seen(
+    sink: Sink, seen: SeenHead, *, publisher: bytes | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Head:
+    """Take the next fencing epoch of a head that is still the one that was seen.
+
+    Who decides by what a head names whether to claim it at all must not fence off a publisher that moved it meanwhile: of
+    several that start at once, the last to claim can then always go on.
+
+    Args:
+        sink: Where.
+        seen: From ``look``.
+        publisher: As in ``claim``.
+        timeout_s: As in ``claim``.
+
+    Returns:
+        As ``claim``.
+
+    Raises:
+        ValueError: A token that is too short.
+        SinkConflictError: The head moved; look again.
+    """
     publisher = publisher or secrets.token_bytes(MIN_PUBLISHER_NBYTES)
     if len(publisher) < MIN_PUBLISHER_NBYTES:
         raise ValueError(f"publisher token of {len(publisher)} bytes: at least {MIN_PUBLISHER_NBYTES}, and random")
-    for _ in range(_ATTEMPTS):
-        raw = sink.read_head(run, timeout_s=timeout_s)
-        old = decode_head(raw, run) if raw is not None else Head(run, -1, 0, b"", 0)
-        new = replace(old, fence=old.fence + 1, publisher=publisher)
-        try:
-            sink.swap_head(run, raw, new.encode(), timeout_s=timeout_s)
-        except SinkConflictError:
-            continue
-        return new
-    raise SinkConflictError(f"run {run!r}: {_ATTEMPTS} claims of the head failed; another publisher keeps starting")
+    new = replace(seen.head, fence=seen.head.fence + 1, publisher=publisher)
+    sink.swap_head(new.run, seen.raw, new.encode(), timeout_s=timeout_s)
+    return new
 
 
 def write_schema(sink: Sink, schema: Schema, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -73,8 +121,10 @@ def write_manifest(sink: Sink, manifest: Manifest, *, timeout_s: float = DEFAULT
     """Create a manifest exclusively; its payloads must be durable. Returns its bytes.
 
     Raises:
+        FormatError: A reader would refuse it; nothing was written.
         SinkConflictError: Another manifest of this (version, epoch).
     """
+    check_manifest(manifest)
     key = manifest_key(manifest.run, manifest.version, manifest.epoch)
     return sink.create(key, [manifest.encoded], timeout_s=timeout_s)
 
@@ -97,11 +147,33 @@ def move_head(sink: Sink, held: Head, manifest: Manifest, *, timeout_s: float = 
     """
     if manifest.version <= held.version:
         raise SinkConflictError(
-            f"run {held.run!r}: the head is at version {held.version} and only moves up, not to {manifest.version}"
+            f"run {held.run!r}: the head is at version {held.version} and only moves up, not to {manifest.version}: another "
+            "publisher was there before this one claimed the run. Start again, from its version"
         )
     new = replace(held, version=manifest.version, epoch=manifest.epoch, digest=manifest.digest)
-    sink.swap_head(held.run, held.encode(), new.encode(), timeout_s=timeout_s)
+    try:
+        sink.swap_head(held.run, held.encode(), new.encode(), timeout_s=timeout_s)
+    except SinkConflictError as e:
+        raise _taken_over(sink, held, manifest.version, e, timeout_s) from e
     return new
+
+
+def _taken_over(sink: Sink, held: Head, version: int, met: SinkConflictError, timeout_s: float) -> SinkConflictError:
+    """What became of a head that is no longer the one held, in the words of the format; what the sink said otherwise."""
+    try:
+        now = look(sink, held.run, timeout_s=timeout_s)
+    except (MegasyncError, ValueError):
+        return met
+    where = f"run {held.run!r}: version {version} is not published"
+    if now.raw is None:
+        return SinkConflictError(
+            f"{where}: the head is gone from {sink.describe()}: the sink was deleted or unmounted. Bring it back, or start "
+            "the run anew"
+        )
+    return SinkConflictError(
+        f"{where}: another publisher has the run. The head is at version {now.head.version} with fence {now.head.fence} of "
+        f"publisher {now.head.publisher.hex()}, this one is {held.publisher.hex()} with fence {held.fence}. Stop one of them"
+    )
 
 
 def settle_fate(

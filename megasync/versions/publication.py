@@ -17,7 +17,14 @@ import numpy as np
 from megasync.codecs.base import FrameShape
 from megasync.codecs.registry import codec_by_id
 from megasync.digest import XXH3_128, content_digest
-from megasync.errors import FormatError, MissingPackageError, NeedsAnchorError, RefetchError
+from megasync.errors import (
+    FormatError,
+    MegasyncError,
+    MissingPackageError,
+    NeedsAnchorError,
+    RefetchError,
+    RetryError,
+)
 from megasync.frames import FrameRecord
 from megasync.manifest import (
     Head,
@@ -57,6 +64,7 @@ class PublicationReader:
     timeout_s: float = DEFAULT_TIMEOUT_S
     _schemas: dict[bytes, Schema] = field(default_factory=dict, repr=False)
     _manifests: OrderedDict[bytes, Manifest] = field(default_factory=OrderedDict, repr=False)
+    _seen: int = field(default=-1, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     def head(self) -> Head | None:
@@ -73,7 +81,14 @@ class PublicationReader:
         with self._lock:
             if digest in self._schemas:
                 return self._schemas[digest]
-        data = self._read(schema_key(self.run, digest), "schema", MAX_SCHEMA_NBYTES)
+        key = schema_key(self.run, digest)
+        try:
+            data = self._read(key, "schema", MAX_SCHEMA_NBYTES)
+        except KeyError as e:
+            raise RetryError(
+                f"schema {digest.hex()} of run {self.run!r}, which a manifest names, is not in {self.sink.describe()} (key "
+                f"{key}): nothing was touched. Put it back, then retry"
+            ) from e
         schema = decode_schema(data, digest=digest)
         with self._lock:
             self._schemas[digest] = schema
@@ -86,18 +101,22 @@ class PublicationReader:
             version: Its version.
             epoch: Its epoch.
             digest: What its digest must be; None trusts the key alone (tools that look at garbage).
+
+        Raises:
+            NeedsAnchorError: It is not in the sink.
+            RefetchError, FormatError, SchemaMismatchError: It is refused.
         """
         with self._lock:
             known = self._manifests.get(digest) if digest is not None else None
         if known is not None and (known.version, known.epoch) == (version, epoch):
             return known
         what = f"manifest of version {version} epoch {epoch}"
-        data = self._read(manifest_key(self.run, version, epoch), what)
+        data = self._read_manifest(manifest_key(self.run, version, epoch), what)
         found = named_by(data, digest, what) if digest is not None else None
         peek = peek_manifest(data, self.key)
         if found is not None:
             require_algorithm(found, peek.digest_algorithm, what)
-        manifest = decode_manifest(data, self.schema(peek.schema_digest), key=self.key)
+        manifest = decode_manifest(data, self.schema(peek.schema_digest), key=self.key, peek=peek)
         if (manifest.run, manifest.version, manifest.epoch) != (self.run, version, epoch):
             raise FormatError(
                 f"manifest under key of run {self.run!r} version {version} epoch {epoch} says run {manifest.run!r} version "
@@ -115,9 +134,31 @@ class PublicationReader:
         return manifest
 
     def newest(self) -> Manifest | None:
-        """The manifest that the head names, None while nothing was published."""
+        """The manifest that the head names, None while nothing was published.
+
+        Raises:
+            RetryError: The manifest is not in the sink (a head moves on before old versions are pruned, so the next look
+                finds another), or the sink, where this reader saw a version before, has none: it was deleted, unmounted or
+                begun anew.
+        """
         head = self.head()
-        return None if head is None or head.version < 0 else self.manifest(head.version, head.epoch, head.digest)
+        if head is None or head.version < 0:
+            if self._seen >= 0:
+                raise RetryError(
+                    f"run {self.run!r} was at version {self._seen} and now has {'no head' if head is None else 'no version'} "
+                    f"in {self.sink.describe()}: it was deleted, unmounted, or begun anew. Bring it back, then retry; where the "
+                    "run was begun anew, start this end anew too"
+                )
+            return None
+        try:
+            found = self.manifest(head.version, head.epoch, head.digest)
+        except NeedsAnchorError as e:
+            raise RetryError(
+                f"{e}, though the head names it: the head may have moved meanwhile. Nothing was touched; retry, and put it "
+                "back where it stays away"
+            ) from e
+        self._seen = head.version
+        return found
 
     def base_of(self, manifest: Manifest) -> Manifest:
         """The manifest that a delta starts from.
@@ -146,7 +187,7 @@ class PublicationReader:
             found = _EPOCH.search(key)
             if found is None or key != manifest_key(self.run, manifest.base_version, int(found[1])):
                 continue
-            data = self._read(key, f"manifest of version {manifest.base_version}")
+            data = self._read_manifest(key, f"manifest of version {manifest.base_version}")
             try:
                 if not algorithm_of(data, manifest.base_digest):
                     continue
@@ -179,8 +220,13 @@ class PublicationReader:
         Raises:
             RefetchError, FormatError: Other bytes, a table that does not have the manifest's root, or rows that are not
                 the new state digests of an anchor.
+            RetryError, NeedsAnchorError: It is not in the sink; see ``missing``.
         """
-        data = self._read(state_table_key(self.run, manifest.state_table), "table of state digests")
+        key = state_table_key(self.run, manifest.state_table)
+        try:
+            data = self._read(key, "table of state digests")
+        except KeyError as e:
+            raise self.missing(manifest, key, "table of state digests") from e
         if content_digest(data, XXH3_128) != manifest.state_table:
             raise RefetchError(f"table of state digests of version {manifest.version} has other bytes; fetch it again")
         table = np.frombuffer(data, np.uint8)
@@ -197,12 +243,43 @@ class PublicationReader:
         return table
 
     def frame_bytes(self, manifest: Manifest, record: FrameRecord) -> memoryview:
-        """Stored bytes of a frame, digest checked."""
+        """Stored bytes of a frame, digest checked.
+
+        Raises:
+            RefetchError: Other bytes, or fewer.
+            RetryError, NeedsAnchorError: The payload is not in the sink; see ``missing``.
+        """
         key = manifest.payload_key(record.payload)
         out = memoryview(bytearray(record.nbytes))
-        self.sink.read_into(key, record.offset, out, timeout_s=self.timeout_s)
+        try:
+            self.sink.read_into(key, record.offset, out, timeout_s=self.timeout_s)
+        except KeyError as e:
+            raise self.missing(manifest, key, "payload") from e
         check_frame(manifest, record, out)
         return out
+
+    def missing(self, manifest: Manifest, key: str, what: str) -> MegasyncError:
+        """The error for an object of a publication that is not in the sink; the caller raises it.
+
+        While the publication's manifest is there, a head or a later version still leads to it and the object may come
+        back: that is a RetryError. Without its manifest it was pruned: that is a NeedsAnchorError.
+
+        Args:
+            manifest: Of the publication.
+            key: The object.
+            what: What it is, for the message.
+
+        Raises:
+            RetryError: The sink does not answer.
+        """
+        where = f"{what} of version {manifest.version} of run {self.run!r} is not in {self.sink.describe()} (key {key})"
+        try:
+            self.sink.size(manifest_key(self.run, manifest.version, manifest.epoch), timeout_s=self.timeout_s)
+        except KeyError:
+            return NeedsAnchorError(f"{where}: the version was pruned; nothing was touched. Load an anchor")
+        return RetryError(
+            f"{where}, though its manifest is: the publication is incomplete, nothing was touched. Put it back, then retry"
+        )
 
     def entries(self, manifest: Manifest) -> Iterator[tuple[FrameRecord, Entries]]:
         """Every frame of a publication, fetched, checked and decoded one after the other."""
@@ -211,20 +288,26 @@ class PublicationReader:
             record = manifest.frames.record(i)
             yield record, decode_frame(schema, manifest, record, self.frame_bytes(manifest, record))
 
+    def _read_manifest(self, key: str, what: str) -> bytes:
+        try:
+            return self._read(key, what)
+        except KeyError as e:
+            raise NeedsAnchorError(
+                f"{what} of run {self.run!r} is not in {self.sink.describe()} (key {key}): pruned or never written"
+            ) from e
+
     def _read(self, key: str, what: str, max_nbytes: int | None = None) -> bytes:
         """An object; where a limit is given, its size is asked first, so that nothing larger comes into memory.
 
         A schema is read once a run. Manifests are read for every version, and have their limit checked once they are
         here: to ask first would cost every update a round trip.
+
+        Raises:
+            KeyError: No such object.
         """
-        try:
-            if max_nbytes is not None and (nbytes := self.sink.size(key, timeout_s=self.timeout_s)) > max_nbytes:
-                raise FormatError(f"{what} of run {self.run!r} has {nbytes} bytes (key {key}), at most {max_nbytes}")
-            return self.sink.read(key, timeout_s=self.timeout_s)
-        except KeyError as e:
-            raise NeedsAnchorError(
-                f"{what} of run {self.run!r} is not in {self.sink.describe()} (key {key}): pruned or never written"
-            ) from e
+        if max_nbytes is not None and (nbytes := self.sink.size(key, timeout_s=self.timeout_s)) > max_nbytes:
+            raise FormatError(f"{what} of run {self.run!r} has {nbytes} bytes (key {key}), at most {max_nbytes}")
+        return self.sink.read(key, timeout_s=self.timeout_s)
 
 
 def check_frame(manifest: Manifest, record: FrameRecord, stored: memoryview) -> None:

@@ -18,7 +18,7 @@ from megasync.trainer.metadata import exchange
 from megasync.trainer.plan import make_plan
 from megasync.trainer.quantised import QuantisedExporter
 from megasync.trainer.regions import match_regions
-from megasync.trainer.replicas import check_replicas
+from megasync.trainer.replicas import check_replicas, check_sources
 from megasync.types import Box, TensorSpec
 from tests.distributed.harness import run_ranks
 from tests.golden.quant_inputs import bell
@@ -73,6 +73,10 @@ def _owned(exporter: QuantisedExporter, rank: int) -> list[Piece]:
     assert len(regions) == len(pieces)
     report = check_replicas(schema, holdings, exporter.pieces(), dist.group.WORLD)
     assert report.num_unread > 0  # quantised bytes lie with their owner alone
+    sources = check_sources("run", exporter, dist.group.WORLD)
+    assert sources is not None
+    assert sources.num_boxes > 0
+    assert sources.num_unread == 0
     return pieces
 
 
@@ -92,9 +96,8 @@ def _one_rank_has_nan(rank: int, world_size: int) -> str:
         # A NaN that this rank is the only one to look at, since only the owner of the codes reads the weights.
         piece = next(p for p in inner.pieces() if p.name == name)
         piece.data.fill_(float("nan"))
-    schema, holdings = exchange("sources", exporter.sources, dist.group.WORLD)
     with pytest.raises(ReplicaDriftError, match=r"ranks? 1 "):  # the check of replicas sees it in the sources
-        check_replicas(schema, holdings, exporter.sources.pieces(), dist.group.WORLD)
+        check_sources("run", exporter, dist.group.WORLD)
     with pytest.raises(NonFiniteError) as caught:
         exporter.settle()
     return str(caught.value)

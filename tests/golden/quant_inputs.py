@@ -63,3 +63,28 @@ def inputs(dtype: str) -> dict[str, torch.Tensor]:
         "zero": np.zeros((ROWS, COLUMNS)),
     }
     return {name: torch.from_numpy(x.astype(np.float32)).to(DTYPES[dtype]) for name, x in cases.items()}
+
+
+def scattered(rows: int, columns: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Finite weights whose exponents lie anywhere in fp32's range, near or far from each other in a block.
+
+    Args:
+        rows: Rows.
+        columns: Columns, a multiple of 16.
+        seed: Which of them; the spread of exponents goes with it.
+        dtype: bfloat16 or float32.
+    """
+    spread = (0, 4, 20, 60, 250)[seed % 5]
+    h = _hash(rows * columns, seed + 100).reshape(rows, columns // 16, 16)
+    centre = int(h[0, 0, 0] % np.uint64(241)) - 120
+    near = (h >> np.uint64(52)).astype(np.int64) % 9 - 8
+    far = (_hash(rows * columns // 16, seed + 200).astype(np.int64) % (2 * spread + 3) - spread - 1).reshape(
+        rows, -1, 1
+    )
+    exponent = np.clip(centre + near + far, -149, 127)
+    mantissa = 1.0 + (h & np.uint64(0xFFFFFF)).astype(np.float64) / 2.0**24
+    x = np.ldexp(np.where(h & np.uint64(1 << 40), -mantissa, mantissa), exponent).reshape(rows, columns)
+    x[0, : columns // 4] = 0.0
+    x[1, ::3] = -0.0
+    made = torch.from_numpy(x).to(dtype)
+    return torch.where(torch.isfinite(made), made, torch.ones_like(made))

@@ -6,22 +6,25 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from megasync.kernels import dispatch
-from megasync.kernels.compact import compact_
+from megasync.kernels import compact_launch, dispatch
+from megasync.kernels.compact import compact_, compact_jobs_
 from megasync.kernels.compact_plan import plan_compact
 from megasync.kernels.compact_runs import Region
 from megasync.kernels.planes import Planes, planes_reference, segments_of
 from megasync.kernels.records import pack_records
-from megasync.kernels.scatter import new_lanes, scatter_xor_, touched_sums_
+from megasync.kernels.scatter import SUMS_ALL, SUMS_NEW, new_lanes, scatter_xor_, touched_sums_
 from megasync.kernels.scatter_plan import Tiles, plan_scatter
 from megasync.kernels.scatter_stream import EntryRing, scatter_xor_streamed_
 from megasync.kernels.walk import audit_, dense_sums_, dense_xor_
 from megasync.kernels.walk_plan import plan_audit, plan_dense
 from megasync.tiles import make_grid
+from megasync.types import Lanes
 from tests.gpu import compact_cases, walk_cases
 from tests.gpu import kernel_cases as cases
 
@@ -41,7 +44,9 @@ def scatter(device: str, w: int, density: float, seed: int = 0) -> None:
     assert [cases.as_lanes(r)[1] for r in lanes.cpu()] == [s[1] for s in sums]
     for name, want in after.items():
         np.testing.assert_array_equal(case.storages[name].cpu().numpy(), want, err_msg=name)
-    scatter_xor_(case.plan, case.planes)
+    back = new_lanes(case.plan)
+    scatter_xor_(case.plan, case.planes, back, sums=SUMS_NEW)
+    assert [cases.as_lanes(r) for r in back.cpu()] == [(s[0], Lanes()) for s in sums]
     assert all(torch.equal(case.storages[k], before[k]) for k in before)
 
 
@@ -76,6 +81,59 @@ def compact_tiny(device: str) -> None:
         compact(device, w, 0.001, span_nbytes=40_000, tiny=True)
 
 
+def compact_rooms(device: str, pinned: bool = False) -> None:
+    """Spans with more words than they have room for are done again; an error in between loses nothing that was queued."""
+    for w in (1, 2):
+        case = compact_cases.compact_case(w, 0.001, 3, device, True, pinned)
+        want, sums = compact_cases.compact_oracle(case)
+        _too_little_room(case, want, sums)
+        _breaks_off(compact_cases.compact_case(w, 0.001, 3, device, True, pinned), want)
+
+
+def _too_little_room(case: compact_cases.CompactCase, want: Planes, sums: list[Any]) -> None:
+    spans = case.plan.spans(40_000)
+    case.plan.rooms.update({span: i % 3 for i, span in enumerate(spans)})
+    lanes = torch.zeros((len(case.shapes), 4), dtype=torch.int64, device=case.plan.device)
+    calls: list[int] = []
+    jobs = [(case.plan, lanes)]
+    parts = list(compact_jobs_(jobs, case.snapshot, span_nbytes=40_000, queued=lambda: calls.append(1)))
+    assert [p.span for p in parts] == list(spans)
+    assert len(spans) > 2
+    assert len(calls) > 1
+    got = compact_cases.join([p.planes for p in parts])
+    assert all(torch.equal(a, b) for a, b in zip(_tensors(got), _tensors(want), strict=True))
+    assert [cases.as_lanes(r) for r in lanes.cpu()] == sums
+    assert compact_cases.updated(case)
+    dense = [bool(p.planes.dense.numel()) for p in parts]
+    assert [case.plan.rooms[s] == -1 for s in spans] == dense
+
+
+def _breaks_off(case: compact_cases.CompactCase, want: Planes) -> None:
+    lanes = torch.zeros((len(case.shapes), 4), dtype=torch.int64, device=case.plan.device)
+    spans = case.plan.spans(40_000)
+    inner = compact_launch.Launches._launch
+
+    def breaking(self: compact_launch.Launches, number: int, room: int) -> Any:
+        if number == len(spans) - 1:
+            raise MemoryError("no room for planes")
+        return inner(self, number, room)
+
+    parts: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compact_launch.Launches, "_launch", breaking)
+        with pytest.raises(MemoryError, match="no room for planes"):
+            parts.extend(compact_jobs_([(case.plan, lanes)], case.snapshot, span_nbytes=40_000))
+    got = compact_cases.join([p.planes for p in parts])
+    n, m = got.entries.shape[1], got.dense.shape[1]
+    assert [p.span for p in parts] == list(spans[:-1])
+    assert torch.equal(got.entries, want.entries[:, :n])
+    assert torch.equal(got.dense, want.dense[:, :m])
+
+
+def _tensors(planes: Planes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return planes.counts, planes.entries, planes.dense
+
+
 def walk(device: str, w: int, density: float, seed: int = 0, tiny: bool = False) -> None:
     """Audit, dense XOR with sums, audit again, and the XOR undone."""
     case = walk_cases.walk_case(w, density, seed, device, tiny)
@@ -101,6 +159,12 @@ def walk(device: str, w: int, density: float, seed: int = 0, tiny: bool = False)
     assert torch.equal(again[:, :2], lanes[:, :2] + changed[:, 2:])
     dense_xor_(dense, case.mask)
     assert all(torch.equal(case.storages[k], before[k]) for k in before)
+    news = torch.zeros_like(lanes)
+    dense_xor_(dense, case.mask, news, after=True)
+    assert torch.equal(news[:, :2], changed[:, :2] + changed[:, 2:])
+    assert not bool(news[:, 2:].any())
+    for name, want in after.items():
+        np.testing.assert_array_equal(case.storages[name].cpu().numpy(), want, err_msg=name)
 
 
 def walk_tiny(device: str) -> None:
@@ -117,7 +181,7 @@ def streamed(w: int, density: float, seed: int = 0) -> None:
     planes = Planes(w, case.planes.counts, entries, dense)
     ring = EntryRing(w, torch.device("cuda", torch.cuda.current_device()), chunk_entries=65_536, num_slots=2)
     lanes = new_lanes(case.plan)
-    scatter_xor_streamed_(case.plan, planes, ring, lanes, touched_old=True)
+    scatter_xor_streamed_(case.plan, planes, ring, lanes, sums=SUMS_ALL)
     assert [cases.as_lanes(r) for r in lanes.cpu()] == sums
     for name, want in after.items():
         np.testing.assert_array_equal(case.storages[name].cpu().numpy(), want, err_msg=name)

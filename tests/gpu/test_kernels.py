@@ -35,6 +35,11 @@ def test_compact_with_the_snapshot_in_pinned_memory(w: int) -> None:
     checks.compact("cuda", w, 0.01, seed=w, span_nbytes=100_000, pinned=True)
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_compact_of_more_than_there_is_room_for(pinned: bool) -> None:
+    checks.compact_rooms("cuda", pinned)
+
+
 @WORDS
 @pytest.mark.parametrize("density", [0.001, 0.4])
 def test_audit_and_dense_xor(w: int, density: float) -> None:

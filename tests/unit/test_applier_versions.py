@@ -300,7 +300,7 @@ def test_case_87_head_before_its_manifest_is_an_error_not_a_half_version() -> No
     key = manifest_key("run", 2, 1)
     data = run.sink.read(key)
     run.sink.delete(key)
-    with pytest.raises(NeedsAnchorError, match="manifest of version 2"):
+    with pytest.raises(RetryError, match="manifest of version 2"):
         applier.update()
     assert applier.version == 0
     run.sink.create(key, [data])

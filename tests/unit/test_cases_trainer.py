@@ -222,7 +222,7 @@ def test_case_72_bad_arguments_are_refused_before_anything_is_claimed() -> None:
         MegasyncCallback(TensorExporter(model()), sink, PublishConfig(codec="gzip"))
     with pytest.raises(ValueError, match=r"no context\.model"):
         MegasyncCallback(lambda chunks: TensorExporter({}), sink).on_train_start()
-    with pytest.raises(ValueError, match="workers must be at least 1"):
+    with pytest.raises(ValueError, match="workers is 0, expected a whole number, at least 1"):
         ApplyConfig(workers=0)
     assert list(sink.keys("")) == []
     assert sink.read_head("run") is None

@@ -10,7 +10,7 @@ from megasync.codecs.choice import encode_frame
 from megasync.codecs.dense import ANCHOR_ID, mask_of
 from megasync.codecs.registry import codec_by_id, codec_by_name, codecs
 from megasync.errors import FormatError
-from megasync.types import WORD_DTYPES, Entries
+from megasync.types import WORD_DTYPES, Entries, WholeEntries
 
 NAMES = [n for n in codecs() if n != "anchor"]
 
@@ -224,7 +224,24 @@ def test_auto_follows_its_rule() -> None:
         assert codec_by_id(encode_frame("auto", e).codec).name == expected
     e = make_entries([65536], [0.9], 2)
     e.values[:] = 1  # one value everywhere compresses
-    assert codec_by_id(encode_frame("auto", e).codec).name == "zstd"
+    assert codec_by_id(encode_frame("auto", e).codec).name == "sparse"
+
+
+def test_whole_entries_are_the_entries_of_their_words() -> None:
+    """Tiles with some, all and no words that differ from 0, through every codec."""
+    words = np.array([0, 5, 0, 9, 1, 2, 0, 0, 0, 7], dtype="<u2")
+    sizes = np.array([4, 2, 3, 1], dtype=np.uint32)
+    ids, tiles = np.array([0, 0, 3, 4], dtype=np.uint32), np.array([0, 1, 0, 9], dtype=np.uint32)
+    whole = WholeEntries(2, ids, tiles, sizes, words)
+    assert whole.counts.tolist() == [2, 2, 0, 1]
+    assert (whole.num_changed, whole.num_words) == (5, 10)
+    assert whole.positions.tolist() == [1, 3, 0, 1, 0]
+    assert whole.values.tolist() == [5, 9, 1, 2, 7]
+    plain = Entries(2, ids, tiles, sizes, whole.counts, whole.positions, whole.values)
+    np.testing.assert_array_equal(mask_of(plain), words)
+    np.testing.assert_array_equal(mask_of(whole), words)
+    for name in (*NAMES, "anchor"):
+        assert codec_by_name(name).encode(whole) == codec_by_name(name).encode(plain)
 
 
 def test_unknown_codecs_are_named() -> None:

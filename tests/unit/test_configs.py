@@ -71,8 +71,8 @@ def test_overrides_reach_both_sides() -> None:
         ("codec=zip", "snappy"),
         ("parallel.tp=two", "could not be converted to Integer"),
         ("publish.gather=ucx", "DIRECT"),
-        ("publish.every=0", "every is 0, expected at least 1"),
-        ("apply.poll_s=0", "poll_s positive"),
+        ("publish.every=0", "every is 0, expected a whole number, at least 1"),
+        ("apply.poll_s=0", "poll_s is 0.0, expected seconds, above 0"),
     ],
 )
 def test_unknown_keys_and_values_fail_when_composed(override: str, words: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasync.kernels.compact import compact_, compact_jobs_
+from megasync.kernels.compact import STAGED_SPAN_NBYTES, compact_, compact_jobs_, staged_span_nbytes
 from megasync.kernels.compact_feed import _pack
 from megasync.kernels.compact_plan import plan_compact
 from megasync.kernels.compact_runs import PIECE_VECTORS, Region, in_order, runs_of
@@ -75,15 +75,29 @@ def test_a_staging_slot_has_the_old_bytes_of_its_span(w: int) -> None:
         packing = _pack(plan, span)
         assert packing.nbytes < 2 * 120_000
         slot = np.zeros(packing.nbytes, dtype=np.uint8)
-        for begin, end, place in packing.runs:
+        for begin, end, place in packing.up:
             assert place % 8 == begin % 8
             slot[place : place + end - begin] = snapshot[begin:end]
+        back = np.full(len(snapshot), -1, dtype=np.int64)
+        for begin, end, place in packing.down:
+            back[begin:end] = slot[place : place + end - begin]
+        owned = np.zeros(len(snapshot), dtype=np.bool_)
+        rows, vector = plan.rows[slice(*span.pieces)], plan.vector_nbytes[slice(*span.pieces)]
+        for row, v in zip(rows.tolist(), vector.tolist(), strict=True):
+            owned[row[7] + row[5] * v : row[7] + (row[5] + row[6]) * v] = True
+        np.testing.assert_array_equal(back, np.where(owned, snapshot.astype(np.int64), -1))
         pieces = slice(*span.pieces)
         for row, vector, at in zip(
             plan.rows[pieces], plan.vector_nbytes[pieces], packing.offsets.tolist(), strict=True
         ):
             k = np.arange(row[5] * vector, (row[5] + row[6]) * vector)
             np.testing.assert_array_equal(slot[at + k], snapshot[row[7] + k])
+
+
+def test_slots_are_a_part_of_what_they_stage() -> None:
+    assert staged_span_nbytes(445 << 30) == STAGED_SPAN_NBYTES
+    assert staged_span_nbytes(1 << 30) == 1 << 27
+    assert staged_span_nbytes(0) == 64 << 20
 
 
 def test_several_plans_in_one_pipeline() -> None:

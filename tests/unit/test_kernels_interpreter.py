@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("check", ["scatter_tiny", "compact_tiny", "walk_tiny"])
+@pytest.mark.parametrize("check", ["scatter_tiny", "compact_tiny", "compact_rooms", "walk_tiny"])
 def test_interpreted(check: str) -> None:
     """Compares with the same oracles as the GPU tests."""
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megasync.kernels.planes import planes_reference, segments_of
 from megasync.kernels.records import PackedRecords, magic, pack_records, storage_bytes
-from megasync.kernels.scatter import new_lanes, scatter_xor_
+from megasync.kernels.scatter import SUMS_ALL, new_lanes, scatter_xor_
 from megasync.kernels.scatter_plan import Tiles, plan_scatter
 from megasync.kernels.scatter_stream import chunks_of
 from megasync.kernels.walk import audit_, dense_xor_
@@ -93,7 +93,7 @@ def test_named_layouts(name: str) -> None:
     assert bool(audit.fast) == streams
     first, second, changed = new_lanes(plan), new_lanes(plan), new_lanes(plan)
     audit_(audit, first)
-    scatter_xor_(plan, planes, changed, touched_old=True)
+    scatter_xor_(plan, planes, changed, sums=SUMS_ALL)
     np.testing.assert_array_equal(_canonical(layout, live), want)
     audit_(audit, second)
     assert torch.equal(second[:, :2], first[:, :2] + changed[:, 2:])

@@ -25,6 +25,7 @@ from megasync.receiver.scatter_audit import device_sums
 from megasync.receiver.scatter_passes import Passes
 from megasync.receiver.scatter_placed import ScatterPlaced
 from megasync.receiver.scatter_queue import WorkQueue
+from megasync.receiver.scatter_store import Store, StoreShape
 from megasync.receiver.sums import Sums
 from megasync.sinks.memory import MemorySink
 from megasync.types import TensorSpec
@@ -342,18 +343,38 @@ def _bound(engine: PlainEngine, publisher: Publisher) -> Binding:
 
 
 def test_arena_that_is_too_small_is_replaced_not_kept() -> None:
+    def shape(w: int, *room: int) -> StoreShape:
+        return StoreShape(w, 2, 4, (1,), room)
+
     pool = ArenaPool(CPU)
-    small = pool.take(1, 1000, 0)
+    small = pool.take(shape(1, 1000, 0, 10, 20, 10, 20))
     nbytes = pool.host_nbytes
     taken = [small]
     pool.give(taken)
     pool.give(taken)
-    assert pool.take(1, 1000, 0) is small
+    assert pool.take(shape(1, 1000, 0, 9, 20, 10, 1)) is small
     pool.give([small])
-    large = pool.take(1, 10_000_000, 0)
+    large = pool.take(shape(1, 10_000_000, 0, 5, 20, 10, 20))
     assert large is not small
+    assert large.shape.room[2:] == (10, 20, 10, 20)  # no room is less than that of the one it replaces
     assert pool.host_nbytes == large.host_nbytes > nbytes
-    assert pool.take(2, 10, 10) is not pool.take(2, 10, 10)
+    assert pool.numbers == {large.number}
+    two = shape(2, 10, 10, 1, 1, 1, 1)
+    assert pool.take(two) is not pool.take(two)
+
+
+def test_arrays_of_an_arena_share_no_byte() -> None:
+    shape = StoreShape(2, 3, 4, (2, 1), (100, 50, 7, 9, 3, 4, 0, 0, 7, 9))
+    memory = np.zeros(shape.nbytes, np.uint8)
+    store = Store.over(memory, shape)
+    groups = [x for pack in store.groups for g in pack for x in (g.tiles, g.segments, g.first_entry, g.first_dense)]
+    arrays = [store.entries, store.dense, store.rows, store.starts, store.extents, store.counts, *groups]
+    assert [x.shape for x in arrays[:6]] == [(4, 100), (2, 50), (7,), (7, 3), (7, 3), (9,)]
+    assert [x.shape for x in groups[:4]] == [(3, 10), (4, 4), (5,), (5,)]
+    for x in arrays:
+        x.view(np.uint8)[...] += 1
+    assert memory.max() == 1
+    assert int(memory.sum()) == sum(x.nbytes for x in arrays)
 
 
 def test_weights_in_host_memory_are_the_cpu_backends_by_rule_and_scatter_by_name() -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megasync.config import ApplyConfig
-from megasync.errors import FormatError
+from megasync.errors import BaseMismatchError, FormatError, MemoryPlanError, RefetchError, RetryError
 from megasync.receiver import scatter_workers
+from megasync.receiver import stage as stage_module
 from megasync.receiver.applier import Applier
 from megasync.receiver.bind import Binding
 from megasync.receiver.scatter import ScatterBackend
 from megasync.receiver.scatter_stage import Loader
 from megasync.receiver.scatter_workers import WorkerPool
+from megasync.sinks.base import Sink
+from megasync.sinks.local import LocalSink
 from megasync.sinks.memory import MemorySink
 from tests.unit.publishing import Publisher, changed, make_schema, random_words, spec
 from tests.unit.receiving import plain_engine, words_of
@@ -35,8 +41,9 @@ SPECS = [
 class World:
     """One engine at version 0 of a run, staged by two processes."""
 
-    def __init__(self, codec: str = "sparse") -> None:
-        self.publisher = Publisher(MemorySink(), make_schema("run", SPECS), frame_changed=200, codec=codec)
+    def __init__(self, codec: str = "sparse", sink: Sink | None = None, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.publisher = Publisher(sink or MemorySink(), make_schema("run", SPECS), frame_changed=200, codec=codec)
         self.words = random_words(SPECS)
         self.publisher.checkpoint(self.words)
         self.engine = plain_engine(self.words)
@@ -45,7 +52,7 @@ class World:
         self.applier.join()
 
     def _backend(self, binding: Binding) -> ScatterBackend:
-        self.made.append(ScatterBackend(binding, processes=2))
+        self.made.append(ScatterBackend(binding, processes=2, quiet=self.quiet))
         return self.made[0]
 
     @property
@@ -62,6 +69,12 @@ class World:
     def holds(self, words: dict[str, np.ndarray]) -> bool:
         live = {n: words_of(t) for n, t in self.engine.live.items()}
         return all(np.array_equal(live[n], w.reshape(live[n].shape)) for n, w in words.items())
+
+
+def num_files() -> int:
+    """Open files of this process."""
+    gc.collect()
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture
@@ -85,6 +98,113 @@ def test_versions_by_workers_alone(world: World, monkeypatch: pytest.MonkeyPatch
         assert result.fetched_nbytes == sum(world.publisher.newest.payload_nbytes)  # type: ignore[union-attr]
     world.applier.rollback()
     assert world.applier.audit().version == 2
+
+
+def test_workers_read_the_files_of_a_local_sink_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(sink=LocalSink(tmp_path))
+
+    def never(self: LocalSink, *a: object, **k: object) -> None:
+        raise AssertionError("a payload was read in this process")
+
+    monkeypatch.setattr(LocalSink, "read_into", never)
+    files = num_files()
+    for density in (0.05, 0.9, 0.002, 0.05):
+        new = world.step(density)
+        result = world.applier.update()
+        assert world.holds(new)
+        assert result.fetched_nbytes == sum(world.publisher.newest.payload_nbytes)  # type: ignore[union-attr]
+        if density == 0.9:
+            files = num_files()  # two sets of the largest arenas there will be
+    assert num_files() <= files
+    world.pool.close()
+
+
+def test_payload_file_that_is_cut_short_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(sink=LocalSink(tmp_path))
+    world.step()
+    for path in tmp_path.rglob("payload-*"):
+        os.truncate(path, path.stat().st_size // 2)
+    with caplog.at_level(logging.WARNING), pytest.raises(RefetchError, match="passes its end"):
+        world.applier.update()
+    assert "the payload ends inside the range" in caplog.text
+    assert world.holds(world.words)
+    world.pool.close()
+
+
+def test_quiet_workers_run_on_idle_cores_only() -> None:
+    world = World(quiet=True)
+    new = world.step()
+    world.applier.update()
+    assert world.holds(new)
+    assert [os.sched_getscheduler(w.process.pid) for w in world.pool._workers] == 2 * [os.SCHED_IDLE]
+    world.pool.close()
+
+
+def test_worker_that_dies_while_it_writes_fails_the_staging_and_nothing_else(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    true, victims = Loader.reserve, [0]
+
+    def reserve(self: Loader, *a: object) -> object:
+        found = true(self, *a)  # type: ignore[arg-type]
+        victims[0] += 1
+        if victims[0] == 1:
+            for worker in world.pool._workers:
+                worker.process.kill()
+                worker.process.wait()
+        return found
+
+    monkeypatch.setattr(Loader, "reserve", reserve)
+    new = world.step()
+    with caplog.at_level(logging.WARNING), pytest.raises(RetryError, match="while it wrote"):
+        world.applier.update()
+    assert world.holds(world.words)
+    gc.collect()
+    assert world.made[0].arenas._taken == []
+    world.applier.update()
+    assert world.holds(new)
+
+
+def test_no_room_leaves_the_workers_ready(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Loader, *a: object) -> object:
+        raise MemoryPlanError("no room")
+
+    new = world.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Loader, "reserve", full)
+        with pytest.raises(MemoryPlanError, match="no room"):
+            world.applier.update()
+    monkeypatch.setattr(Loader, "add", None)
+    world.applier.update()
+    assert world.holds(new)
+    assert len(world.pool._workers) == 2
+
+
+def test_staged_is_proven_once_and_holds_on_to_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing but the update refers to what was staged, its arenas go back without a search for cycles."""
+    new = world.step()
+    gc.disable()
+    try:
+        assert world.applier.stage() is not None
+        session = world.applier._session
+        assert session is not None
+        session.staged.clear()
+        assert world.made[0].arenas._taken == []
+    finally:
+        gc.enable()
+    assert world.applier.stage() is not None
+    monkeypatch.setattr(stage_module, "find", None)
+    world.applier.update()
+    assert world.holds(new)
+
+
+def test_live_words_that_are_not_the_base_are_found_by_stage(world: World) -> None:
+    world.step(0.9)
+    world.engine.live["a"].view(torch.uint8).reshape(-1)[:4000] ^= 1
+    with pytest.raises(BaseMismatchError, match="a are not those of version 0"):
+        world.applier.stage()
+    assert world.applier._session is not None
+    assert not world.applier._session.staged
 
 
 def test_dense_codecs_are_left_to_the_engines_process() -> None:

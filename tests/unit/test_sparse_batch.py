@@ -162,3 +162,15 @@ def test_positions_and_values_are_checked() -> None:
     check_planes(np.empty((3, 0), np.uint8), mask, np.array([2]), np.array([4]), np.array([True]), 1)
     with pytest.raises(FormatError, match="has 2 changed words, its count is 3"):
         check_planes(np.empty((3, 0), np.uint8), mask, np.array([3]), np.array([4]), np.array([True]), 1)
+
+
+@pytest.mark.parametrize("nbytes", range(12))
+def test_stored_bytes_that_end_early_are_no_frame(nbytes: int) -> None:
+    """Also where they are the last of all: nothing is read past the end."""
+    whole = np.frombuffer(compress(b"a" * 500), np.uint8)
+    data = np.concatenate((whole, whole[:nbytes]))
+    starts = np.array([0, len(whole)])
+    with pytest.raises(FormatError):
+        check_zstd_frames(data, starts, np.array([len(whole), nbytes]), np.array([500, 500]))
+    with pytest.raises(FormatError):
+        check_zstd_frames(whole[:nbytes], np.array([0]), np.array([nbytes]), np.array([500]))

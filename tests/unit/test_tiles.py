@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.tiles import MAX_TILE_WORDS, make_grid, spread
+from megasync.tiles import MAX_TILE_WORDS, make_grid, spread, strides
 from megasync.types import Box
 
 
@@ -125,3 +125,12 @@ def test_case_62_more_than_4_gib() -> None:
     last = grid.num_tiles - 1
     words = int(grid.tile_words(np.array([last]))[0])
     assert int(grid.flat_index(np.array([last]), np.array([words - 1]))[0]) == 5 * (1 << 30) - 1
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=40), most=st.integers(1, 20))
+def test_strides_are_whole_stretches_and_all_of_them(sizes: list[int], most: int) -> None:
+    bounds = np.concatenate(([0], np.cumsum(np.array(sizes, dtype=np.int64))))
+    found = list(strides(bounds, most))
+    assert [a for a, _ in found] == [0, *(b for _, b in found)][: len(found)]
+    assert (found[-1][1] if found else 0) == len(sizes)
+    assert all(b - a == 1 or bounds[b] - bounds[a] <= most for a, b in found)
