@@ -5,9 +5,18 @@ After launch/compose.py; called by every process of a run and by launch/check.py
 
 from __future__ import annotations
 
+from math import inf, isfinite
+
 from launch.demo.sorting import Sorting
-from launch.settings import Model, Parallel, Settings
+from launch.settings import Demo, Model, Parallel, Settings
+from megasync.codecs.choice import check_codec
 from megasync.config import GatherKind, SnapshotPlace
+from megasync.manifest import check_run
+from megasync.receiver.backends import backend_names
+
+_LONGEST_S = 86_400.0
+_MOST_DIGITS = 32
+_MOST_SEED = 2**31 - 1
 
 
 def check(s: Settings, world_size: int | None = None) -> Settings:
@@ -24,12 +33,61 @@ def check(s: Settings, world_size: int | None = None) -> Settings:
         ValueError: Every fault, each with what to do instead.
     """
     p = s.parallel
-    if min(p.ranks, p.tp, p.pp, p.chunks, p.cp, p.ep, p.etp, p.num_microbatches) < 1:
-        raise ValueError(f"this configuration cannot run: every size must be at least 1, not {p}")
-    faults = [*_model_faults(s.model, p), *_parallel_faults(s, world_size or p.ranks), *_publish_faults(s)]
+    # What is below divides by these.
+    faults = [*_size_faults(s.model, p), *_demo_faults(s.demo)]
+    if not faults:
+        faults = [*_model_faults(s.model, p), *_parallel_faults(s, world_size or p.ranks)]
+    faults += _publish_faults(s)
     if faults:
-        raise ValueError("this configuration cannot run:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        one = len(faults) == 1
+        listed = f" {faults[0]}" if one else "\n" + "\n".join(f"  - {fault}" for fault in faults)
+        raise ValueError(f"this configuration cannot run:{listed}")
     return s
+
+
+def _size_faults(m: Model, p: Parallel) -> list[str]:
+    sizes = {
+        f"parallel.{n}": getattr(p, n) for n in ("ranks", "tp", "pp", "chunks", "cp", "ep", "etp", "num_microbatches")
+    }
+    sizes |= {
+        f"model.{n}": getattr(m, n)
+        for n in ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_groups", "head_dim", "vocab_size")
+    }
+    if m.num_experts:
+        sizes |= {f"model.{n}": getattr(m, n) for n in ("moe_ffn_hidden_size", "top_k")}
+    faults = [f"{name}={size}: every size must be at least 1" for name, size in sizes.items() if size < 1]
+    if m.num_experts < 0:
+        faults.append(f"model.num_experts={m.num_experts}: a number of experts, or 0 for a dense model")
+    if not (isfinite(m.init_std) and m.init_std > 0):
+        faults.append(f"model.init_std={m.init_std}: a deviation above 0")
+    return faults
+
+
+def _demo_faults(d: Demo) -> list[str]:
+    ranges: dict[str, tuple[float, float]] = {
+        "digits": (1, _MOST_DIGITS),
+        "num_prompts": (1, inf),
+        "num_samples": (2, inf),
+        "warmup_steps": (0, inf),
+        "learn_steps": (1, inf),
+        "fine_steps": (0, inf),
+        "control_steps": (0, inf),
+        "seed": (0, _MOST_SEED),
+        "show_every": (1, inf),
+        "patience_s": (1e-3, _LONGEST_S),
+        "warmup_lr": (0, 1),
+        "learn_lr": (0, 1),
+        "fine_lr": (0, 1),
+        "min_rise": (-1, 1),
+    }
+    why = {"num_samples": ", since samples of one prompt are each other's baseline"}
+    faults = []
+    for name, (least, most) in ranges.items():
+        found = getattr(d, name)
+        if not least <= found <= most:
+            limit = "" if most == inf else f" and at most {most:g}"
+            faults.append(f"demo.{name}={found}: must be at least {least:g}{limit}{why.get(name, '')}")
+    return faults
 
 
 def _model_faults(m: Model, p: Parallel) -> list[str]:
@@ -45,6 +103,14 @@ def _model_faults(m: Model, p: Parallel) -> list[str]:
             f"model.lora_rank={m.lora_rank}: adapters are small and are loaded whole by the engine's own adapter call; "
             "deltas are for full weights: set model.lora_rank=0"
         )
+    if m.num_heads % m.num_groups:
+        faults.append(
+            f"model.num_heads={m.num_heads} is not a multiple of model.num_groups={m.num_groups}: change one of them"
+        )
+    if m.head_dim % 2:
+        faults.append(f"model.head_dim={m.head_dim}: rotary positions turn pairs, so it must be even")
+    if m.num_experts and m.top_k > m.num_experts:
+        faults.append(f"model.top_k={m.top_k} with num_experts={m.num_experts}: a token takes at most all experts")
     for name, size in (("num_heads", m.num_heads), ("num_groups", m.num_groups)):
         if size % p.tp:
             faults.append(f"model.{name}={size} is not a multiple of parallel.tp={p.tp}: change one of them")
@@ -92,6 +158,21 @@ def _parallel_faults(s: Settings, world_size: int) -> list[str]:
 
 def _publish_faults(s: Settings) -> list[str]:
     faults: list[str] = []
+    for name, run in (("publish.run", s.publish.run), ("apply.run", s.apply.run)):
+        if run != s.run:
+            faults.append(f"{name}={run}: both ends follow run={s.run}; set run=<NAME> instead, which sets them")
+    try:
+        check_run(s.run)
+    except ValueError as e:
+        faults.append(f"run={s.run}: {e}")
+    try:
+        check_codec(s.publish.codec)
+    except ValueError as e:
+        faults.append(f"publish.codec={s.publish.codec}: {e}")
+    if s.publish.sign_key != s.apply.sign_key:
+        faults.append("sign_key: both ends need the same one; set sign_key=<TEXT>, which sets both")
+    if s.engine.backend not in (known := backend_names("cpu")):
+        faults.append(f"engine.backend={s.engine.backend}: on the CPU take one of {', '.join(known)}")
     if not s.sink.url:
         faults.append("no sink: publications need a place that trainer and engine reach: sink=local, or sink.url=<URL>")
     elif s.sink.url.startswith(("memory:", "pg:")):
@@ -109,11 +190,6 @@ def _publish_faults(s: Settings) -> list[str]:
         faults.append("snapshot=device needs CUDA devices, this job runs on the CPU: take snapshot=host")
     if s.publish.num_writers > s.parallel.ranks:
         faults.append(f"publish.num_writers={s.publish.num_writers} with {s.parallel.ranks} ranks: lower it")
-    d = s.demo
-    if d.learn_steps < 1 or min(d.control_steps, d.fine_steps, d.warmup_steps) < 0:
-        faults.append("demo: learn_steps must be at least 1, the other step counts at least 0")
-    if d.num_samples < 2:
-        faults.append(f"demo.num_samples={d.num_samples}: samples of one prompt are each other's baseline: at least 2")
     if Sorting.vocab_size > s.model.vocab_size:
         faults.append(f"model.vocab_size={s.model.vocab_size}: the task has {Sorting.vocab_size} tokens")
     return faults

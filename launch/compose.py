@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from launch.checks import check
 from launch.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -60,19 +61,41 @@ def settings_of(config: Any) -> Settings:
         raise ValueError("\n".join(_nearest(key) for key in sorted(added)))
     found = OmegaConf.to_object(config)
     assert isinstance(found, Settings)  # the schema of main.yaml
+    if found.sign_key:
+        key = found.sign_key.encode()
+        found.publish = replace(found.publish, sign_key=key)
+        found.apply = replace(found.apply, sign_key=key)
     return found
 
 
+def refuse(overrides: Sequence[str], world_size: int | None = None) -> str:
+    """What is wrong with a command line, before Hydra and anything else is started; empty where it can run.
+
+    Args:
+        overrides: The arguments. With one of Hydra's own (``--help``, ``--cfg job``) among them nothing is looked at.
+        world_size: Ranks that were started; see ``checks.check``.
+    """
+    if any(o.startswith("-") for o in overrides):
+        return ""
+    try:
+        check(compose(overrides), world_size)
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
-    """Hydra's words, without its advice to append keys and without where it searched, and the nearest known keys."""
+    """Hydra's words on one line, without its advice to append keys and without where it searched, and the nearest known keys."""
     told = [str(error).split("\nTo append")[0].split("\nConfig search path")[0]]
     if error.__cause__ is not None:
         told.append(str(error.__cause__).split("\n")[0])
     for override in overrides:
         key = override.split("=", 1)[0].lstrip("+~").split("@", 1)[0]
-        if key not in _known() and not (CONFIGS / key).is_dir():
+        if key in ("publish.sign_key", "apply.sign_key"):
+            told.append("set sign_key=<TEXT>, which both ends take")
+        elif key not in _known() and not (CONFIGS / key).is_dir():
             told.append(_nearest(key))
-    return "\n".join(dict.fromkeys(told))
+    return " ".join("; ".join(dict.fromkeys(told)).split())
 
 
 def _nearest(key: str) -> str:

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.checks import check
-from launch.compose import CONFIGS, register, settings_of
+from launch.compose import CONFIGS, refuse, register, settings_of
 from launch.demo.full_gather import sha256_of
 from launch.demo.sampler import build_model, checkpoint_of, generate
 from launch.demo.samples import Made, SampleFolder, Samples
@@ -111,6 +111,10 @@ def main(config: Any) -> None:
     """Entry point."""
     try:
         s = check(settings_of(config))
+    except ValueError as e:
+        print(f"rollout failed: {e}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None  # no fault of the program: a traceback would bury the line that helps
+    try:
         warnings.filterwarnings("ignore")
         logging.basicConfig(format="%(message)s")
         torch.set_num_threads(1)
@@ -121,5 +125,8 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
+    if fault := refuse(sys.argv[1:]):
+        print(f"rollout failed: {fault}", file=sys.stderr)
+        sys.exit(2)
     register()
     main()

@@ -158,6 +158,8 @@ class Settings:
 
     Attributes:
         run: Name of the run in the sink.
+        sign_key: Text that both ends sign and check manifests with; empty for unsigned ones. Whoever lists processes sees a
+            command line: give it as ``sign_key=${oc.env:NAME}``.
         out: Folder for samples, records, report and, by default, the sink.
         model: The model.
         parallel: The trainer's parallel layout.
@@ -169,6 +171,7 @@ class Settings:
     """
 
     run: str = "demo"
+    sign_key: str = ""
     out: str = "outputs/demo"
     model: Model = field(default_factory=Model)
     parallel: Parallel = field(default_factory=Parallel)

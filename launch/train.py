@@ -25,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch import cpu_shim
 from launch.checks import check
-from launch.compose import CONFIGS, register, settings_of
+from launch.compose import CONFIGS, refuse, register, settings_of
 from launch.demo.progress import Progress
 from launch.settings import Settings, episodes
 from megasync import open_sink
@@ -63,6 +63,10 @@ def main(config: Any) -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         s = check(settings_of(config), int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as e:
+        print(f"rank {rank} failed: {e}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None  # no fault of the program: a traceback would bury the line that helps
+    try:
         warnings.filterwarnings("ignore")  # Megatron tells at length which CUDA extensions are absent
         if rank == 0:
             logging.basicConfig(format="%(message)s")
@@ -79,5 +83,8 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
+    if fault := refuse(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1"))):
+        print(f"rank {os.environ.get('RANK', '0')} failed: {fault}", file=sys.stderr)
+        sys.exit(2)
     register()
     main()

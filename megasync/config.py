@@ -234,10 +234,13 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError("text that is not empty")
-    return value
+def _text(expected: str) -> _Check:
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise TypeError(expected)
+        return value
+
+    return check
 
 
 def _secret(value: Any) -> bytes:
@@ -249,10 +252,11 @@ def _secret(value: Any) -> bytes:
 _SECONDS = _number(
     f"seconds, above 0 and at most {MAX_WAIT_S:g} ({MAX_WAIT_S / 86_400:g} days)", lambda x: 0 < x <= MAX_WAIT_S
 )
+_RUN = _text("a run name, as text that is not empty")
 _PUBLISH: Mapping[str, _Check] = {
-    "run": _text,
+    "run": _RUN,
     "every": _whole(1, _MAX_COUNT),
-    "codec": _text,
+    "codec": _text("the name of a codec, or auto"),
     "snapshot": _choice(SnapshotPlace),
     "gather": _choice(GatherKind),
     "num_writers": _whole(1, 1 << 16),
@@ -269,7 +273,7 @@ _PUBLISH: Mapping[str, _Check] = {
     "check_memory": _flag,
 }
 _APPLY: Mapping[str, _Check] = {
-    "run": _text,
+    "run": _RUN,
     "workers": _whole(1, 1024),
     "staging": _choice(Staging),
     "staged_limit_nbytes": _whole(0, _MAX_NBYTES),

@@ -273,7 +273,7 @@ def check_manifest(manifest: Manifest) -> None:
     Raises:
         FormatError: With the rule.
     """
-    _open(manifest.encoded, manifest.key)
+    _open(manifest.encoded, manifest.key or None)
     _check(manifest)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from launch.bench import report_deltas, report_peers
+from launch.bench import report_deltas, report_nvfp4, report_peers
 from launch.bench.report_apply import audit_class, audit_classes, num_digits
 from launch.bench.report_figures import FIGURES
 from launch.bench.report_measures import Measured
@@ -101,6 +101,7 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[st
         ["stage", "ms", "floor", "x floor"],
         [_beside(name, found) for name, found in stages(results)],
     )
+    yield report_nvfp4.TITLE, report_nvfp4.HEADER, report_nvfp4.lines(results)
     yield report_peers.TITLE, report_peers.HEADER, report_peers.peer_lines(results)
     yield (
         "Full audit by class of layout, as share of the bandwidth of reading:",

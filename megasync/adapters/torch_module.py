@@ -18,7 +18,7 @@ import torch
 
 from megasync.adapters.torch_module_casts import cast_group
 from megasync.adapters.torch_module_sketch import Sketch
-from megasync.errors import PlanError, TaintedError
+from megasync.errors import PlanError, RetryError, TaintedError
 from megasync.layout.modes import Layout
 from megasync.receiver.engine import TORCH_DTYPES, Derivation, Engine, Tensors
 from megasync.schema import Schema
@@ -147,12 +147,17 @@ class TorchModuleEngine(Engine):
         """See ``Engine.pause``: waits for ``serving`` blocks to end; new ones wait for ``resume``.
 
         Raises:
-            TimeoutError: They do not end.
+            RetryError: They do not end, and go on. Called inside ``serving`` by the same thread it waits for itself.
         """
         with self._turn:
             self._paused = True
             if not self._turn.wait_for(lambda: not self._running, self.pause_timeout_s):
-                raise TimeoutError(f"{self.name}: forward passes did not end within {self.pause_timeout_s} s")
+                self._paused = False
+                self._turn.notify_all()
+                raise RetryError(
+                    f"{self.name}: forward passes did not end within {self.pause_timeout_s} s, nothing was touched: raise "
+                    "pause_timeout_s, and do not update inside serving()"
+                )
         for device in {t.device for t in self.tensors().values() if t.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 
@@ -164,7 +169,8 @@ class TorchModuleEngine(Engine):
 
     def holds(self, version: int) -> None:
         """See ``Engine.holds``."""
-        self.version = version
+        with self._turn:
+            self.version = version
 
     def quarantine(self, reason: str) -> None:
         """See ``Engine.quarantine``: ``serving`` raises from now on."""

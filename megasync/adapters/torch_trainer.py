@@ -145,11 +145,7 @@ def _check_tensors(tensors: object) -> None:
             f"TensorExporter got a {type(tensors).__name__}, expected a mapping of names to tensors: give "
             "model.state_dict(), or use TensorExporter.of_module(model)"
         )
-    wrong = [
-        f"{name!r} is a {type(t).__name__}" if not isinstance(t, torch.Tensor) else f"{name!r} is {_kind(t)}"
-        for name, t in tensors.items()
-        if not isinstance(name, str) or not isinstance(t, torch.Tensor) or _kind(t)
-    ]
+    wrong = [f"{name!r} is {fault}" for name, t in tensors.items() if (fault := _fault(name, t))]
     if wrong:
         raise TypeError(
             f"TensorExporter takes plain torch tensors by name: {', '.join(wrong[:5])} ({len(wrong)} in all); an optimizer's "
@@ -157,8 +153,12 @@ def _check_tensors(tensors: object) -> None:
         )
 
 
-def _kind(t: torch.Tensor) -> str:
-    """What keeps a tensor from being read in place; empty for a plain one."""
+def _fault(name: object, t: object) -> str:
+    """What keeps a named tensor from being read in place; empty for a plain one."""
+    if not isinstance(t, torch.Tensor):
+        return f"a {type(t).__name__}"
+    if not isinstance(name, str):
+        return "no name"
     return f"a quantised tensor ({t.dtype})" if t.is_quantized else "" if t.layout is torch.strided else str(t.layout)
 
 

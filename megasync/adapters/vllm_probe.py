@@ -66,6 +66,8 @@ def loader(vllm_config: Any, *, num_layers: int | None = None) -> LoadFn:
         vllm_config: ``vllm.config.VllmConfig`` of the engine; not changed.
         num_layers: Build only so many layers, for a model too large to have twice: layers of equal shapes have equal
             layouts (``ProbedPlan.renamed`` and ``verify_on``).
+
+    Where post-processing raises on some scales, give `layout.probe` their range: ``values={name: (low, high)}``.
     """
     return lambda weights: live_tensors(load(vllm_config, weights, num_layers=num_layers))
 

@@ -16,22 +16,35 @@ from megasync.errors import PlanError
 from megasync.layout.lines import Line, Piece, Term, piece_of, split_piece
 from megasync.layout.modes import Digit, Layout, Remap, Unit
 from megasync.layout.rules import MAX_DIGITS
+from megasync.layout.views import physical_range
 
 
-def chained(inner: Layout, outer: Layout) -> Layout:
+def chained(inner: Layout, outer: Layout, *, extents: Sequence[int] | None = None) -> Layout:
     """Chains two layouts: canonical to intermediate, then intermediate to live.
 
     Args:
         inner: Records into one intermediate storage, which is the row-major tensor that ``outer`` starts from.
         outer: Where that intermediate tensor lies in the live storages; same unit size.
+        extents: Of the intermediate tensor in units, as ``inner`` made it (``Arrangement.extents``): ``outer`` must then be of
+            a tensor of as many units. Records do not tell it, since padding and neighbours are never addressed.
 
     Returns:
         The layout of the canonical tensor in the live storages; a destination is primary where both are.
 
     Raises:
-        PlanError: Digits do not divide, units differ, or a record of ``outer`` holds only a part of a piece.
+        PlanError: Digits do not divide, units differ, a record of ``outer`` holds only a part of a piece, or ``outer`` is of
+            a tensor of another size than ``extents``.
     """
     records: list[Remap] = []
+    sizes = sorted({prod(q.shape) for q in outer.records})
+    if extents is not None and any(size != prod(extents) for size in sizes):
+        raise PlanError(
+            f"the intermediate tensor {tuple(extents)} has {prod(extents)} units, the layout that it is chained to is of "
+            f"{sizes[0]}"
+        )
+    reach = max((physical_range(r)[1] + 1 for r in inner.records), default=0)
+    if sizes and reach > sizes[0]:
+        raise PlanError(f"the layout reaches {reach} units, the one that it is chained to is of a tensor of {sizes[0]}")
     for r in inner.records:
         for q in outer.records:
             if (q.unit, q.word_nbytes) != (r.unit, r.word_nbytes):

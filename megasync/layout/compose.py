@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import index
 
 from megasync.errors import PlanError
 from megasync.layout.chain import record_of, row_major
+from megasync.layout.checks import require_inside, require_strides
 from megasync.layout.lines import Line, Piece, Term, split_piece
 from megasync.layout.modes import Layout, Unit
 
@@ -95,8 +97,13 @@ class Arrangement:
 
         Returns:
             The arrangement with the larger extent.
+
+        Raises:
+            PlanError: ``multiple`` is below 1.
         """
         axis = self._axis(axis)
+        if multiple < 1:
+            raise PlanError(f"axis {axis} cannot be padded to a multiple of {multiple}")
         extent = -(-max(self.extents[axis], to) // multiple) * multiple
         return self._resized(axis, extent, self.pieces)
 
@@ -157,8 +164,13 @@ class Arrangement:
 
         Returns:
             The arrangement with ``parts`` times the extent.
+
+        Raises:
+            PlanError: No rows in a group, or no such part.
         """
         axis = self._axis(axis)
+        if group < 1 or not 0 <= part < parts:
+            raise PlanError(f"part {part} of {parts} cannot be interleaved in groups of {group} rows")
         grouped = self.pad(axis, multiple=group).split(axis, group)
         return grouped.stack(part, parts, axis + 1).merge(axis + 1).merge(axis)
 
@@ -174,8 +186,10 @@ class Arrangement:
             The arrangement with the same extents.
 
         Raises:
-            PlanError: The extent is not a multiple of the block.
+            PlanError: The extent is not a multiple of the block, or ``order`` is not an order of the digits.
         """
+        if sorted(order) != list(range(len(radices))):
+            raise PlanError(f"{tuple(order)} is not an order of the {len(radices)} digits {tuple(radices)}")
         axis, rank = self._axis(axis), len(self.extents)
         out = self
         for i in range(len(radices)):
@@ -234,17 +248,22 @@ class Arrangement:
             The layout, with one record per piece.
 
         Raises:
-            PlanError: A record would need more than `MAX_DIGITS` digits.
+            PlanError: A record would need more than `MAX_DIGITS` digits, lie before the storage, or have two words in one
+                place (stride 0).
+            TypeError: The storage is no name.
         """
+        if not isinstance(storage, str):
+            raise TypeError(f"a live storage goes by its name, got {storage!r}")
         steps = row_major(self.extents) if strides is None else tuple(strides)
-        if len(steps) != len(self.extents):
-            raise PlanError(f"{len(steps)} strides for {len(self.extents)} axes")
+        require_strides(storage, self.extents, steps)
         records = []
         for p in self.pieces:
             line = Line(base)
             for step, axis_line in zip(steps, p.lines, strict=True):
                 line = line.plus(axis_line.scaled(step))
             records.append(record_of(self.whole, self.unit, p, line, storage, primary))
+            if line.bounds()[0] < 0:  # digits that run freely may; those of the box must not
+                require_inside(records[-1])
         return replace(self.whole, records=tuple(records))
 
     def _resized(self, axis: int, extent: int, pieces: tuple[Piece, ...]) -> Arrangement:
@@ -277,8 +296,14 @@ def arrange(
 
     Returns:
         The arrangement whose extents are those of the slice.
+
+    Raises:
+        TypeError: An extent is no integer.
+        ValueError: No such unit or word size, or the slice is not inside the tensor.
     """
-    full = tuple(shape) or (1,)
+    if unit not in ("word", "nibble"):
+        raise ValueError(f"unit {unit!r} is neither 'word' nor 'nibble'")
+    full = tuple(index(n) for n in shape) or (1,)
     low = tuple(start) if start is not None else (0,) * len(full)
     high = tuple(stop) if stop is not None else full
     whole = Layout(full, word_nbytes, low, high, ())

@@ -19,7 +19,9 @@ from megasync.layout.evaluate import gather, xor_
 from megasync.layout.live import LoadFn, Specs, describe, storages_of
 from megasync.layout.modes import Layout
 from megasync.layout.plan import ProbedPlan
+from megasync.layout.probe_draws import Draws
 from megasync.layout.probe_patterns import random_tensor
+from megasync.layout.probe_values import Ranges
 from megasync.layout.prove import validate_all
 from megasync.layout.rules import MAX_DIGITS
 from megasync.layout.views import box_offsets
@@ -61,8 +63,9 @@ def check_layouts(
 ) -> None:
     """Checks layouts against a loader on random bytes.
 
-    They must be provable; hold the loaded bytes, copies included, one by one and all at once; turn the live tensors of
-    one checkpoint into those of another by their masks alone, padding included; and survive being written down.
+    They must be provable; hold the loaded bytes, copies included, one by one and all at once, special values of each
+    dtype among them; turn the live tensors of one checkpoint into those of another by their masks alone, padding
+    included; and survive being written down.
 
     Args:
         layouts: Canonical name to layout, for every tensor of ``specs``.
@@ -96,6 +99,12 @@ def check_layouts(
         odd = int((storages[storage] != expected).sum())
         if odd:
             raise ConformanceError(f"live storage {storage!r} differs from a fresh load in {odd} bytes after the masks")
+    for draw in (d for f in ((True,) if finite else (True, False)) for d in Draws(specs, seed).specials(finite=f)):
+        live = dict(load_fn({n: t.clone() for n, t in draw.tensors.items()}))
+        try:
+            check_content(layouts, storages_of(live, describe(live)), draw.tensors)
+        except ConformanceError as e:
+            raise ConformanceError(f"of {draw.kind}: {e}") from e
     _check_written(layouts)
 
 
@@ -134,29 +143,48 @@ def check_content(
         )
 
 
-def check_plan(plan: ProbedPlan, load_fn: LoadFn, specs: Specs, *, seed: int = 0) -> None:
+def check_plan(
+    plan: ProbedPlan,
+    load_fn: LoadFn,
+    specs: Specs,
+    *,
+    any_bytes: bool = True,
+    values: Ranges | tuple[float, float] | None = None,
+    seed: int = 0,
+) -> None:
     """Checks a probed plan against a loader: verification, use, refusal and writing down.
+
+    Masks of all that is mapped must make the live tensors of a fresh load, computed ones included.
 
     Args:
         plan: The plan.
         load_fn: The loader, under the plan's names.
         specs: Its canonical tensors.
+        any_bytes: As in `probe`.
+        values: As in `probe`.
         seed: Seed of the random bytes.
 
     Raises:
         ConformanceError: Something differs.
     """
     try:
-        plan.verify_on(load_fn, specs, seed=seed)
+        plan.verify_on(load_fn, specs, any_bytes=any_bytes, values=values, seed=seed)
         plan.validate()
     except PlanError as e:
         raise ConformanceError(f"the plan does not hold: {e}") from e
-    rng = np.random.default_rng(seed + 1)
-    old, new = ({n: random_tensor(*s, rng, finite=True) for n, s in specs.items()} for _ in range(2))
+    specs = dict(plan.specs)
+    draws = Draws(specs, seed + 1, values=values)
+    old, new = draws.random(), draws.random()
     masks = {n: _xor(old[n], new[n]) for n in sorted(plan.mapped)}
+    # Loaded first: a loader may fill the same live tensors at every call.
+    target = load_fn({n: (new if n in plan.mapped else old)[n].clone() for n in specs})
+    expected_live = {n: _bytes(t.detach()).clone() for n, t in target.items() if n not in plan.unstable}
     fresh = load_fn({n: t.clone() for n, t in old.items()})
     before = {n: _bytes(t.detach()).clone() for n, t in fresh.items()}
     plan.xor_(fresh, masks)
+    for name, expected in expected_live.items():
+        if not torch.equal(_bytes(fresh[name].detach()), expected):
+            raise ConformanceError(f"live tensor {name} is not that of a fresh load after the masks")
     got = plan.gather(fresh)
     for name in plan.mapped:
         layout = plan.layouts[name]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megasync.errors import PlanError
+from megasync.layout.checks import chosen
 from megasync.layout.compose import Arrangement
 from megasync.layout.modes import Layout
 from megasync.layout.named import HalfPart, cut_evenly
@@ -71,7 +72,14 @@ def block_major(shuffle: Literal[16, 32], block: int) -> Steps:
 
     Returns:
         The steps.
+
+    Raises:
+        PlanError: No such shuffle block, or no columns.
     """
+    if shuffle not in (16, 32):
+        raise PlanError(f"rows are shuffled in blocks of 16 or 32, got {shuffle}")
+    if block < 1:
+        raise PlanError(f"a block has at least one column, got {block}")
     return lambda matrix: matrix.shuffle_rows(shuffle).block_major_k(block)
 
 
@@ -108,10 +116,11 @@ def w13_rows(
 
     Raises:
         PlanError: ``I`` does not divide by the group size.
+        ValueError: No such part or order.
     """
+    first = chosen("part", part, ("gate", "up")) == chosen("order", order, ("gate_first", "up_first"))
     rows = cut_evenly(shape, 0, word_nbytes=word_nbytes, tp_rank=place.tp_rank, tp_size=place.tp_size)
     rows = rows.pad(0, multiple=row_multiple).pad(1, multiple=col_multiple)
-    first = (part == "gate") == (order == "gate_first")
     if interleave:
         return rows.interleave(0, interleave, 0 if first else 1)
     return rows.stack(0 if first else 1, 2).merge(0)

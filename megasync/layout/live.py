@@ -55,8 +55,12 @@ def describe(live: Mapping[str, torch.Tensor]) -> tuple[LiveTensor, ...]:
         One record per tensor.
 
     Raises:
-        PlanError: A tensor has no readable storage (meta, sparse, quantised wrappers); all such names are listed.
+        PlanError: A tensor is none of torch's, or has no readable storage (meta, sparse, quantised wrappers); all such
+            names are listed.
     """
+    alien = [f"{n!r} ({type(t).__name__})" for n, t in live.items() if not isinstance(t, torch.Tensor)]
+    if alien:
+        raise PlanError(f"live tensors must be torch tensors by name, found {', '.join(alien[:8])}")
     odd = [name for name, t in live.items() if not _is_plain(t)]
     if odd:
         raise PlanError(f"live tensors without a plain storage: {odd}; leave them out, or map what they wrap")

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Literal
 
 from megasync.errors import PlanError
+from megasync.layout.checks import chosen, require_rank
 from megasync.layout.compose import Arrangement, arrange
 from megasync.layout.modes import Layout
 
@@ -49,7 +50,10 @@ def cut_evenly(
     Raises:
         PlanError: The axis does not divide by the group size, or the rank is not in the group.
     """
-    if not 0 <= tp_rank < tp_size or shape[axis] % tp_size:
+    require_rank(tp_rank, tp_size)
+    if not -len(shape) <= axis < len(shape):
+        raise PlanError(f"axis {axis} is out of range for {tuple(shape)}")
+    if shape[axis] % tp_size:
         raise PlanError(f"axis {axis} of {tuple(shape)} cannot be cut for rank {tp_rank} of {tp_size}")
     size = shape[axis] // tp_size
     start, stop = [0] * len(shape), list(shape)
@@ -127,8 +131,11 @@ def vocab_parallel(
         The layout; without records where the rank holds padding only.
 
     Raises:
-        PlanError: The padded vocabulary does not divide by the group size.
+        PlanError: The padded vocabulary does not divide by the group size, or the rank is not in the group.
     """
+    require_rank(tp_rank, tp_size)
+    if multiple < 1:
+        raise PlanError(f"a vocabulary cannot be padded to a multiple of {multiple}")
     padded = -(-shape[0] // multiple) * multiple
     if padded % tp_size:
         raise PlanError(f"a vocabulary of {shape[0]} padded to {padded} cannot be cut for {tp_size} ranks")
@@ -163,19 +170,28 @@ def qkv_part(
         The arrangement, for further steps, and whether this rank is the first holder.
 
     Raises:
-        PlanError: Heads do not divide.
+        PlanError: Heads do not divide, or q and kv rows are not of one size.
+        ValueError: ``part`` is none of the three.
     """
+    index = chosen("part", part, ("q", "k", "v"))
+    require_rank(tp_rank, tp_size)
+    if num_kv_heads < 1:
+        raise PlanError(f"a model has at least one key-value head, got {num_kv_heads}")
+    if tuple(q_shape[1:]) != tuple(kv_shape[1:]):
+        raise PlanError(
+            f"q rows of {tuple(q_shape[1:])} and kv rows of {tuple(kv_shape[1:])} do not fuse: one size expected"
+        )
     copies = max(1, tp_size // num_kv_heads)
     if kv_shape[0] % num_kv_heads or (tp_size % num_kv_heads if copies > 1 else num_kv_heads % tp_size):
         raise PlanError(f"{num_kv_heads} key-value heads of {kv_shape[0]} rows cannot be shared by {tp_size} ranks")
     q_rows, kv_rows = q_shape[0] // tp_size, kv_shape[0] * copies // tp_size
     total = q_rows + 2 * kv_rows
-    if part == "q":
+    if not index:
         rows = cut_evenly(q_shape, 0, word_nbytes=word_nbytes, tp_rank=tp_rank, tp_size=tp_size)
         return rows.concat(0, offset=0, total=total), True
     groups = tp_size // copies
     rows = cut_evenly(kv_shape, 0, word_nbytes=word_nbytes, tp_rank=tp_rank // copies, tp_size=groups)
-    return rows.concat(0, offset=q_rows + (kv_rows if part == "v" else 0), total=total), tp_rank % copies == 0
+    return rows.concat(0, offset=q_rows + (index - 1) * kv_rows, total=total), tp_rank % copies == 0
 
 
 def fused_qkv(
@@ -205,7 +221,8 @@ def fused_qkv(
         The layout; a copy where another rank is the first holder of the same heads.
 
     Raises:
-        PlanError: Heads do not divide.
+        PlanError: Heads do not divide, or q and kv rows are not of one size.
+        ValueError: ``part`` is none of the three.
     """
     rows, first = qkv_part(
         part,
@@ -237,10 +254,12 @@ def fused_gate_up(
 
     Raises:
         PlanError: Rows do not divide by the group size.
+        ValueError: ``part`` is neither.
     """
+    index = chosen("part", part, ("gate", "up"))
     rows = cut_evenly(shape, 0, word_nbytes=word_nbytes, tp_rank=tp_rank, tp_size=tp_size)
     size = rows.extents[0]
-    return rows.concat(0, offset=0 if part == "gate" else size, total=2 * size).to(storage)
+    return rows.concat(0, offset=index * size, total=2 * size).to(storage)
 
 
 def padded_matrix(rows: Arrangement, storage: str, *, row_multiple: int = 32, col_multiple: int = 32) -> Layout:

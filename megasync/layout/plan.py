@@ -8,10 +8,9 @@ made for. This module must import nothing of megasync but ``errors``, ``digest``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megasync.digest import XXH3_128, content_digest
@@ -20,8 +19,10 @@ from megasync.layout.evaluate import gather, xor_
 from megasync.layout.live import LiveTensor, LoadFn, Specs, bound
 from megasync.layout.modes import Layout
 from megasync.layout.plan_document import decode_plan, encode_plan
-from megasync.layout.probe_loads import Loads, covered_bytes, mismatched
-from megasync.layout.probe_patterns import random_tensor
+from megasync.layout.probe_draws import Draws
+from megasync.layout.probe_loads import checked_specs
+from megasync.layout.probe_values import Ranges
+from megasync.layout.probe_verify import disagreement
 from megasync.layout.prove import validate_all
 
 SUFFIX = ".layouts"
@@ -38,6 +39,8 @@ class ProbedPlan:
         live: What the live tensors were.
         unmapped: Canonical names that a mask alone does not update, with the reason: value transforms, dropped tensors.
         derived: Live tensors that are computed from canonical ones, with the reason.
+        sources: Those live tensors again, with the canonical names that each is computed from, all of which are in
+            ``unmapped``; all names where they could not be told.
         empty: Live tensors without elements: the engine keeps their data elsewhere.
         absent: Those of ``unmapped`` that no live tensor depends on: another rank's, dropped, or kept in an opaque
             handle. Only the ranks together can tell; every canonical tensor must be held by one.
@@ -52,6 +55,7 @@ class ProbedPlan:
     empty: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     unstable: tuple[str, ...] = ()
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -122,35 +126,48 @@ class ProbedPlan:
                 raise PlanError(f"layout of {name} is of {layout.shape} x {layout.word_nbytes} B, the plan says {spec}")
         validate_all(self.layouts, {r.storage: r.storage_nbytes for r in self.live})
 
-    def verify_on(self, load_fn: LoadFn, specs: Specs, *, num_draws: int = 2, seed: int = 1) -> None:
+    def verify_on(
+        self,
+        load_fn: LoadFn,
+        specs: Specs,
+        *,
+        num_draws: int = 2,
+        any_bytes: bool = True,
+        values: Ranges | tuple[float, float] | None = None,
+        seed: int = 1,
+    ) -> None:
         """Checks that the plan holds for another loader, such as that of another layer.
 
         Args:
             load_fn: The other loader, as in `probe`, under the names of this plan (see `renamed`).
             specs: Its canonical tensors.
-            num_draws: Draws of random bytes, of each kind.
+            num_draws: Draws of random bytes, of each kind, besides those of special values.
+            any_bytes: As in `probe`.
+            values: As in `probe`.
             seed: Seed of the random bytes.
 
         Raises:
             PlanError: Names, shapes or dtypes differ, live tensors differ, a tensor does not land where the plan says,
-                or live bytes that the plan does not know change with the canonical tensors.
+                live bytes that the plan does not know change with the canonical tensors, or a live tensor that is
+                computed changes with tensors that the plan takes masks of.
         """
-        if dict(self.specs) != {n: (tuple(s), d) for n, (s, d) in specs.items()}:
+        specs = checked_specs(specs)
+        if dict(self.specs) != specs:
             odd = sorted(n for n in self.specs.keys() | specs.keys() if self.specs.get(n) != specs.get(n))
             raise PlanError(f"the plan is of other canonical tensors: {odd[:8]} differ; probe this layer itself")
-        rng = np.random.default_rng(seed)
-        loads = Loads(load_fn)
-        wrong: set[str] = set()
-        for finite in [True] * num_draws + [False] * num_draws:
-            canonical = {n: random_tensor(*s, rng, finite=finite) for n, s in specs.items()}
-            storages = loads.run(canonical)
-            if loads.described != self.live:
+        draws = Draws(specs, seed, values=values, any_bytes=any_bytes)
+        noisy = frozenset(self.unstable) - frozenset(self.derived)
+        wrong, moved = disagreement(load_fn, draws, num_draws, self.layouts, self.live, noisy)
+        wrong |= moved - set(self.derived)
+        if self.derived and self.mapped:
+            # Only what masks are taken of changes: then nothing but the layouts' bytes may.
+            still = {n: t for n, t in draws.leveled(0.25, 0.75).items() if n not in self.mapped}
+            stale = disagreement(load_fn, draws, num_draws, self.layouts, self.live, noisy, still)[1]
+            if stale:
                 raise PlanError(
-                    "the live tensors are not those of the plan: other names, shapes or strides; probe this layer"
+                    f"live tensors {sorted(stale)} are computed from tensors that the plan takes masks of: masks would "
+                    "leave them stale; probe this layer itself"
                 )
-            wrong |= set(mismatched(self.layouts, storages, canonical))
-        moved = loads.changed_live(covered_bytes(self.layouts, loads.nbytes))
-        wrong |= set(moved) - set(self.derived) - set(self.unstable)
         if wrong:
             raise PlanError(f"the plan does not hold here: {sorted(wrong)} differ from it; probe this layer itself")
 
@@ -180,6 +197,7 @@ class ProbedPlan:
             live=tuple(replace(r, name=live(r.name), storage=live(r.storage)) for r in self.live),
             unmapped={canonical(n): why for n, why in self.unmapped.items()},
             derived={live(n): why for n, why in self.derived.items()},
+            sources={live(n): tuple(canonical(s) for s in found) for n, found in self.sources.items()},
             empty=tuple(live(n) for n in self.empty),
             absent=tuple(canonical(n) for n in self.absent),
             unstable=tuple(live(n) for n in self.unstable),
@@ -193,6 +211,7 @@ class ProbedPlan:
             live=self.live,
             unmapped=self.unmapped,
             derived=self.derived,
+            sources=self.sources,
             empty=self.empty,
             absent=self.absent,
             unstable=self.unstable,

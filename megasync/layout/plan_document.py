@@ -16,7 +16,7 @@ from megasync.layout.encoding import decode_layouts, encode_layouts
 from megasync.layout.live import LiveTensor, Specs
 from megasync.layout.modes import Layout
 
-FORMAT = 1
+FORMAT = 2
 KIND = "megasync.probed-plan"
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -47,6 +47,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     live: list[_Live]
     unmapped: dict[_Name, str]
     derived: dict[_Name, str]
+    sources: dict[_Name, list[_Name]]
     empty: list[_Name]
     absent: list[_Name]
     unstable: list[_Name]
@@ -59,6 +60,7 @@ def encode_plan(
     live: Sequence[LiveTensor],
     unmapped: Mapping[str, str],
     derived: Mapping[str, str],
+    sources: Mapping[str, Sequence[str]],
     empty: Sequence[str],
     absent: Sequence[str],
     unstable: Sequence[str],
@@ -78,6 +80,7 @@ def encode_plan(
         ],
         unmapped=dict(unmapped),
         derived=dict(derived),
+        sources={n: sorted(s) for n, s in sources.items()},
         empty=sorted(empty),
         absent=sorted(absent),
         unstable=sorted(unstable),
@@ -113,6 +116,7 @@ def decode_plan(data: bytes) -> dict[str, Any]:
         ),
         "unmapped": d.unmapped,
         "derived": d.derived,
+        "sources": {n: tuple(s) for n, s in d.sources.items()},
         "empty": tuple(d.empty),
         "absent": tuple(d.absent),
         "unstable": tuple(d.unstable),

@@ -18,59 +18,106 @@ from megasync.layout.live import LoadFn, Specs
 from megasync.layout.modes import Layout, Unit
 from megasync.layout.plan import ProbedPlan
 from megasync.layout.probe_codes import Reader, Round, nibble_round, word_round
+from megasync.layout.probe_draws import Draw, Draws
 from megasync.layout.probe_fit import NoFitError, fit
-from megasync.layout.probe_loads import Loads, mismatched, sources_of
-from megasync.layout.probe_merge import layout_of
-from megasync.layout.probe_patterns import PACKED, dtype_name, ramp_tensors, random_tensor
+from megasync.layout.probe_loads import Loads, checked_specs, covered_bytes, mismatched
+from megasync.layout.probe_merge import layout_of, without
+from megasync.layout.probe_patterns import PACKED, dtype_name
+from megasync.layout.probe_sources import Computed, sources_of
+from megasync.layout.probe_values import Ranges
 from megasync.layout.prove import validate, validate_all
 
 
-def probe(load_fn: LoadFn, specs: Specs, *, num_draws: int = 2, any_bytes: bool = True, seed: int = 0) -> ProbedPlan:
+def probe(
+    load_fn: LoadFn,
+    specs: Specs,
+    *,
+    num_draws: int = 2,
+    any_bytes: bool = True,
+    values: Ranges | tuple[float, float] | None = None,
+    seed: int = 0,
+) -> ProbedPlan:
     """Finds where a loader puts canonical tensors.
 
     Args:
         load_fn: Takes canonical tensors (name to CPU tensor, contiguous, new at every call), loads them as the engine
             does, post-processing included, and returns the live tensors by name: any dtype, device and strides, the
-            same ones or new ones at every call. Called some fifteen times.
-        specs: Canonical name to extents and torch dtype of every tensor that ``load_fn`` takes.
-        num_draws: Draws of random bytes, of each kind, that the plan is verified on.
+            same ones or new ones at every call. Called some fifteen times for plain moves, some thirty where a tensor
+            has few words (each must see every special value of its dtype), more where something is computed.
+        specs: Canonical name to extents and torch dtype (or its name) of every tensor that ``load_fn`` takes.
+        num_draws: Draws of random bytes, of each kind, that the plan is verified on, besides those of special values:
+            zeros of both signs, subnormals, limits, powers of two, infinities, NaN.
         any_bytes: Verify on NaN and infinity patterns too. Switch off only for a loader that cannot take them; the plan
             is then exact for finite values.
+        values: Lowest and highest value, by canonical name or for every float tensor, for a loader that raises on
+            others (a scale must be positive, it says); the plan is then exact for values inside.
         seed: Seed of the random bytes.
 
     Returns:
         The plan; look at ``unmapped`` before use.
 
     Raises:
-        ValueError: A dtype cannot be probed.
+        TypeError: A spec is no pair of extents and a dtype.
+        ValueError: A dtype cannot be probed, or a range is none.
         PlanError: The loader failed, or returned other tensors from one call to the next.
     """
-    for _, dtype in specs.values():
-        dtype_name(dtype)
-    rng = np.random.default_rng(seed)
+    specs = checked_specs(specs)
+    draws = Draws(specs, seed, values=values, any_bytes=any_bytes)
     loads = Loads(load_fn)
-    layouts, reasons = _discover(loads, specs, word_round(specs), specs)
+    layouts, reasons = _discover(loads, specs, word_round(specs, draws.alphabets), specs)
     packed = {n: s for n, s in specs.items() if n not in layouts and dtype_name(s[1]) in PACKED}
     if packed:
-        fixed = {n: random_tensor(*s, rng, finite=True) for n, s in specs.items()}
-        more, why = _discover(loads, packed, nibble_round(packed), specs, fixed)
+        more, why = _discover(loads, packed, nibble_round(packed), specs, draws.random())
         layouts |= more
         reasons |= {n: w for n, w in why.items() if w or n not in reasons}
     layouts = {n: layouts[n] for n in specs if n in layouts}
     validate_all(layouts, loads.nbytes)
-    draws = [(ramp_tensors(specs, falling=f, per_tensor=t), True) for f in (False, True) for t in (False, True)]
-    for finite in [True] * num_draws + [False] * (num_draws if any_bytes else 0):
-        draws.append(({n: random_tensor(*s, rng, finite=finite) for n, s in specs.items()}, finite))
-    for canonical, finite in draws:
-        for name in mismatched(layouts, loads.run(canonical), canonical):
+    for draw in draws.verification(num_draws):
+        storages = loads.draw(draw)
+        looked_at = {n: x for n, x in layouts.items() if n in draw.fresh}
+        for name, wrong in mismatched(looked_at, storages, draw.tensors).items():
+            # A computed tensor may hold words of the tensor by chance: the rest is still a move.
+            rest = without(layouts[name], wrong)
+            if rest is None:
+                reasons[name] = _changed_values(draw)
+                del layouts[name]
+            else:
+                layouts[name] = rest
+    places = loads.changed_live(covered_bytes(layouts, loads.nbytes))
+    computed = sources_of(loads, draws, places, num_draws)
+    for name in _moved_by_bytes(loads, draws, computed):
+        if name not in layouts and not reasons.get(name):
             reasons[name] = (
-                "value transform: the loader moves codes but changes other values"
-                if finite
-                else "value transform: the loader moves finite values but rewrites NaN or infinity patterns"
+                "its bytes are moved, but not as whole words: inside them (a byte swap), to places between them (an odd "
+                "address), or in an order that depends on their values"
             )
-            del layouts[name]
-    computed, unstable = sources_of(loads, layouts, specs, rng)
-    return _plan(loads, specs, layouts, reasons, computed, unstable)
+    return _plan(loads, specs, layouts, reasons, computed)
+
+
+def _changed_values(draw: Draw) -> str:
+    if not draw.finite:
+        return "value transform: the loader moves finite values but rewrites NaN or infinity patterns"
+    if draw.special:
+        return "value transform: the loader moves most values but rewrites some of the zeros, subnormals or limits"
+    return "value transform: the loader moves codes but changes other values"
+
+
+def _moved_by_bytes(loads: Loads, draws: Draws, computed: Computed) -> set[str]:
+    """Tensors from which alone a live tensor is computed that holds the same bytes, each as often."""
+    sole = {live: found[0] for live, found in computed.sources.items() if len(found) == 1}
+    if not sole:
+        return set()
+    storage_of = {r.name: r.storage for r in loads.described}
+    canonical = draws.random()
+    storages = loads.run(canonical, "random finite values")
+    out = set()
+    for live, name in sole.items():
+        counts = np.bincount(canonical[name].reshape(-1).view(torch.uint8).numpy(), minlength=256)
+        found = np.bincount(storages[storage_of[live]], minlength=256)
+        # Padding is zeros. Of a few bytes any could be there by chance.
+        if np.count_nonzero(counts) > 2 and (found[1:] == counts[1:]).all() and found[0] >= counts[0]:
+            out.add(name)
+    return out
 
 
 def _discover(
@@ -94,10 +141,10 @@ def _discover(
     reasons: dict[str, str] = {}
     for name, (shape, dtype) in specs.items():
         if name not in targets:
-            layouts[name] = Layout(tuple(shape), dtype.itemsize, (0,) * len(shape), tuple(shape), ())
+            layouts[name] = Layout(shape, dtype.itemsize, (0,) * len(shape), shape, ())
             continue
         try:
-            layout = _fitted(tuple(shape) or (1,), dtype, found[name], loads, nibbles=codes.nibbles)
+            layout = _fitted(shape or (1,), dtype, found[name], loads, nibbles=codes.nibbles)
             if layout is None:
                 reasons[name] = ""
                 continue
@@ -132,19 +179,15 @@ def _fitted(
 
 
 def _plan(
-    loads: Loads,
-    specs: Specs,
-    layouts: dict[str, Layout],
-    reasons: Mapping[str, str],
-    computed: Mapping[str, tuple[str, ...]],
-    unstable: tuple[str, ...],
+    loads: Loads, specs: Specs, layouts: dict[str, Layout], reasons: Mapping[str, str], computed: Computed
 ) -> ProbedPlan:
     """Joins layouts, reasons and computed live tensors into a plan."""
     empty = tuple(r.name for r in loads.described if 0 in r.shape)
     feeds: dict[str, list[str]] = {}
-    for live, sources in computed.items():
+    for live, sources in computed.sources.items():
         for name in sources:
             feeds.setdefault(name, []).append(live)
+    lost = [live for live, sources in computed.sources.items() if not sources]
     unmapped: dict[str, str] = {}
     absent: list[str] = []
     for name in specs:
@@ -153,24 +196,27 @@ def _plan(
             if name in layouts:
                 why = "moved, but also the source of a value transform"
             unmapped[name] = f"{why}; live tensors computed from it: {feeds[name]}"
+        elif lost:
+            unmapped[name] = f"live tensors change for a reason that was not found, it may be this tensor: {lost}"
         elif name not in layouts:
-            lost = f"; live tensors without elements: {list(empty)}" if empty else ""
+            hidden = f"; live tensors without elements: {list(empty)}" if empty else ""
             if not reasons.get(name):
                 absent.append(name)
             unmapped[name] = reasons.get(name) or (
-                f"no live tensor depends on it: another rank's, dropped, or kept in an opaque handle{lost}"
+                f"no live tensor depends on it: another rank's, dropped, or kept in an opaque handle{hidden}"
             )
     derived = {
-        live: f"computed from {list(sources)}" if sources else "changes, but with no single canonical tensor"
-        for live, sources in computed.items()
+        live: f"computed from {list(sources)}" if sources else "changes, from no canonical tensor that could be told"
+        for live, sources in computed.sources.items()
     }
     return ProbedPlan(
-        specs={n: (tuple(s), d) for n, (s, d) in specs.items()},
+        specs=specs,
         layouts=layouts,
         live=loads.described,
         unmapped=unmapped,
         derived=derived,
+        sources={live: found or tuple(specs) for live, found in computed.sources.items()},
         empty=empty,
         absent=tuple(absent),
-        unstable=unstable,
+        unstable=computed.unstable,
     )

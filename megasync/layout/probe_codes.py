@@ -4,7 +4,7 @@ Every canonical atom (word, or nibble of packed tensors) has a number over all p
 digit of that number as a bit pattern of the dtype; passes after the last digit write a hash of the number, so that
 padding, constants and computed values are not taken for codes. Patterns are positive finite normal numbers near 1,
 which survive any move and most checks of a loader. Before it comes `probe`; after it the fit. This module must import
-nothing of megasync.
+nothing of megasync but ``layout`` records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from math import prod
 import numpy as np
 import torch
 
-from megasync.layout.probe_patterns import ALPHABETS, NIBBLE, Alphabet, as_tensor, dtype_name
+from megasync.layout.live import Specs
+from megasync.layout.probe_patterns import NIBBLE, Alphabet, as_tensor
 
 CHECK_BITS = 28
 """Bits of hash that a code must match to be believed."""
@@ -99,14 +100,14 @@ class Round:
         return as_tensor(patterns, target.shape, target.dtype)
 
 
-def word_round(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Round:
-    """A round that numbers the words of all tensors."""
-    return _round(specs, nibbles=False)
+def word_round(specs: Specs, alphabets: Mapping[str, Alphabet]) -> Round:
+    """A round that numbers the words of all tensors, in the patterns given for each."""
+    return _round(specs, alphabets, nibbles=False)
 
 
-def nibble_round(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Round:
+def nibble_round(specs: Specs) -> Round:
     """A round that numbers the nibbles of packed tensors."""
-    return _round(specs, nibbles=True)
+    return _round(specs, dict.fromkeys(specs, NIBBLE), nibbles=True)
 
 
 class Reader:
@@ -171,13 +172,12 @@ class Reader:
         return data[: data.size // itemsize * itemsize].view(f"<u{itemsize}")
 
 
-def _round(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, nibbles: bool) -> Round:
+def _round(specs: Specs, alphabets: Mapping[str, Alphabet], *, nibbles: bool) -> Round:
     targets, first = [], 0
     for name, (shape, dtype) in specs.items():
         count = prod(shape) * (2 * dtype.itemsize if nibbles else 1)
-        alphabet = NIBBLE if nibbles else ALPHABETS[dtype_name(dtype)]
         if count:
-            targets.append(Target(name, tuple(shape), dtype, first, count, alphabet))
+            targets.append(Target(name, tuple(shape), dtype, first, count, alphabets[name]))
         first += count
     return Round(tuple(targets), nibbles)
 

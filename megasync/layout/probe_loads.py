@@ -1,12 +1,12 @@
 """The loads of a probe: calls the loader, copies the live bytes, and keeps account of what changed.
 
-Before it comes `probe`; it compares live bytes with layouts, and finds by bisection which canonical tensors a live
-tensor is computed from. This module must import nothing of megasync but ``errors`` and ``layout``.
+Before it comes `probe`; it compares live bytes with layouts. After it `probe_sources`. This module must import nothing
+of megasync but ``errors`` and ``layout``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +14,49 @@ import torch
 
 from megasync.errors import PlanError
 from megasync.layout.evaluate import gather, xor_
-from megasync.layout.live import LiveTensor, LoadFn, Specs, describe, seen_bytes, snapshot
+from megasync.layout.live import LiveTensor, LoadFn, Specs, describe, seen_bytes, snapshot, storages_of
 from megasync.layout.modes import Layout
-from megasync.layout.probe_patterns import leveled_tensor
+from megasync.layout.probe_draws import Draw
+from megasync.layout.probe_patterns import dtype_name
+
+POISON_NBYTES = 64 << 20
+"""Most memory that is scribbled over before a load; larger storages are left alone."""
+
+
+def checked_specs(specs: Specs) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Specs with plain extents and torch dtypes.
+
+    Args:
+        specs: Canonical name to extents and dtype; a dtype may go by its torch name, ``"bfloat16"``.
+
+    Returns:
+        The specs.
+
+    Raises:
+        TypeError: An entry is no pair of extents and a dtype.
+        ValueError: An extent is negative, or the dtype is unknown or cannot be probed.
+    """
+    out = {}
+    for name, spec in specs.items():
+        try:
+            shape, dtype = spec
+            shape = tuple(int(n) for n in shape)
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"the spec of {name!r} is {spec!r}; expected (extents, torch dtype)") from e
+        if isinstance(dtype, str):
+            found = getattr(torch, dtype.removeprefix("torch."), None)
+            if not isinstance(found, torch.dtype):
+                raise ValueError(
+                    f"the spec of {name!r} names the dtype {dtype!r}; expected a torch one, like 'bfloat16'"
+                )
+            dtype = found
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"the spec of {name!r} has the dtype {dtype!r}; expected a torch.dtype")
+        if any(n < 0 for n in shape):
+            raise ValueError(f"the spec of {name!r} has the extents {shape}")
+        dtype_name(dtype)
+        out[name] = (shape, dtype)
+    return out
 
 
 class Loads:
@@ -30,36 +70,47 @@ class Loads:
     def __init__(self, load_fn: LoadFn) -> None:
         self._load_fn = load_fn
         self._count = 0
+        self._accepted: Mapping[str, torch.Tensor] = {}
+        self._first_canonical: dict[str, torch.Tensor] = {}
         self._first: dict[str, np.ndarray] = {}
         self._changed: dict[str, np.ndarray] = {}
         self._seen: dict[str, np.ndarray] = {}
+        self._memory: list[tuple[torch.device, int]] = []
         self.described: tuple[LiveTensor, ...] = ()
         self.nbytes: dict[str, int] = {}
 
-    def run(self, canonical: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    def run(self, canonical: Mapping[str, torch.Tensor], kind: str = "coded values") -> dict[str, np.ndarray]:
         """Loads canonical tensors and copies the live bytes.
 
         Args:
             canonical: Canonical name to CPU tensor; the loader gets copies, which it may keep or change.
+            kind: What they hold, for the message of a loader that fails.
 
         Returns:
             Storage name to uint8 ``[nbytes]``, host memory of the caller's own.
 
         Raises:
-            PlanError: The loader raised, or its live tensors are not those of the first load.
+            PlanError: The loader raised, returned something else than tensors by name, or its live tensors are not
+                those of the first load.
         """
         self._count += 1
+        self._poison()
         try:
-            live = dict(self._load_fn({name: t.clone() for name, t in canonical.items()}))
+            live = self._load_fn({name: t.clone() for name, t in canonical.items()})
         except Exception as e:
             raise PlanError(
-                f"probe: the loader failed on load {self._count}, of random or coded values: {type(e).__name__}: {e}"
+                f"probe: the loader failed on load {self._count}, of {kind}: {type(e).__name__}: {e}"
+                f"{self._refused(canonical)}"
             ) from e
+        if not isinstance(live, Mapping):
+            raise PlanError(f"probe: the loader returned {type(live).__name__}; expected live tensors by name, a dict")
+        live = dict(live)
         described = describe(live)
         storages = snapshot(live, described)
-        if not self._first:
+        if not self._accepted:
             self.described = described
             self.nbytes = {name: s.size for name, s in storages.items()}
+            self._first_canonical = dict(canonical)
             self._first = {name: s.copy() for name, s in storages.items()}
             self._changed = {name: np.zeros(s.size, dtype=np.bool_) for name, s in storages.items()}
             self._seen = seen_bytes(described)
@@ -68,9 +119,56 @@ class Loads:
             raise PlanError(
                 f"probe: live tensors differ between loads ({odd[:8]}, or their number): they cannot be planned"
             )
+        self._accepted = canonical
+        if not self._memory:
+            self._memory = [(s.device, s.numel()) for s in storages_of(live, described).values()]
         for name, s in storages.items():
             self._changed[name] |= s != self._first[name]
         return storages
+
+    def draw(self, draw: Draw) -> dict[str, np.ndarray]:
+        """Loads a draw; as `run`."""
+        return self.run(draw.tensors, draw.kind)
+
+    def first_again(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Makes the first load again.
+
+        Returns:
+            What it gave the first time, and now.
+        """
+        return self._first, self.run(self._first_canonical)
+
+    def _poison(self) -> None:
+        """Leaves other bytes behind in free memory at every load, so that padding which nobody initialises shows."""
+        held, budget = [], POISON_NBYTES
+        for device, nbytes in self._memory:
+            if nbytes <= budget:
+                budget -= nbytes
+                held.append(torch.full((nbytes,), self._count * 37 % 251 + 1, dtype=torch.uint8, device=device))
+
+    def _refused(self, canonical: Mapping[str, torch.Tensor]) -> str:
+        """Which tensor the loader refuses, found by giving it fewer and fewer of those that it failed on."""
+        if not self._accepted:
+            return ""
+        names = list(canonical)
+        low, high = 0, len(names)  # names[:low] are taken, names[:high] are not
+        while high - low > 1:
+            middle = (low + high) // 2
+            mixed = {n: (canonical if i < middle else self._accepted)[n].clone() for i, n in enumerate(names)}
+            try:
+                self._load_fn(mixed)
+                low = middle
+            except Exception:
+                high = middle
+        tensor = canonical[names[low]]
+        few = tensor.reshape(-1)[:4]
+        plain = dtype_name(tensor.dtype) == "float4_e2m1fn_x2"
+        held = (few.view(torch.uint8) if plain else few.float() if few.is_floating_point() else few).tolist()
+        return (
+            f". It refuses what {names[low]!r} holds: {held}{', ...' if tensor.numel() > 4 else ''}. Give the range of "
+            "values that it takes (values=), or any_bytes=False for none but finite ones; the plan is exact for such "
+            "values alone"
+        )
 
     def readable(
         self, atoms: np.ndarray, offsets: np.ndarray, storage: str, itemsize: int
@@ -133,7 +231,7 @@ def covered_bytes(layouts: Mapping[str, Layout], nbytes: Mapping[str, int]) -> d
 
 def mismatched(
     layouts: Mapping[str, Layout], storages: Mapping[str, np.ndarray], canonical: Mapping[str, torch.Tensor]
-) -> list[str]:
+) -> dict[str, tuple[int, ...]]:
     """Names whose live bytes, copies included, are not the canonical ones.
 
     Args:
@@ -142,70 +240,22 @@ def mismatched(
         canonical: Canonical name to tensor.
 
     Returns:
-        The names, in the order of the layouts.
+        The names, in the order of the layouts, with the records that are wrong, by number.
     """
-    residual = {name: torch.from_numpy(s.copy()) for name, s in storages.items()}
+    needed = {s for layout in layouts.values() for s in layout.storages}
+    residual = {name: torch.from_numpy(storages[name].copy()) for name in needed}
     for name, layout in layouts.items():
         cut = canonical[name].reshape(layout.shape)
         cut = cut[tuple(slice(a, b) for a, b in zip(layout.start, layout.stop, strict=True))]
         xor_(layout, residual, cut.contiguous().reshape(-1).view(torch.uint8))
-    out = []
+    # Mostly nothing is left at all, and then no place needs a look.
+    rests = {name for name, s in residual.items() if s.any()}
+    out = {}
     for name, layout in layouts.items():
+        if rests.isdisjoint(layout.storages):
+            continue
         alone = (replace(layout, records=(replace(r, primary=True),), partial=True) for r in layout.records)
-        if any(bool(gather(one, residual).any()) for one in alone):
-            out.append(name)
+        wrong = tuple(i for i, one in enumerate(alone) if bool(gather(one, residual).any()))
+        if wrong:
+            out[name] = wrong
     return out
-
-
-def sources_of(
-    loads: Loads, layouts: Mapping[str, Layout], specs: Specs, rng: np.random.Generator
-) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Finds which canonical tensors the unexplained live bytes depend on.
-
-    Args:
-        loads: The loads so far.
-        layouts: What is explained.
-        specs: Canonical tensors.
-        rng: Source of random bytes.
-
-    Returns:
-        ``(computed, unstable)``: live name to the canonical names it is computed from, and the live names with bytes
-        that differ between equal loads.
-    """
-    odd = loads.changed_live(covered_bytes(layouts, loads.nbytes))
-    if not odd:
-        return {}, ()
-    middle = {n: leveled_tensor(*s, rng, 0.25, 0.75) for n, s in specs.items()}
-    # A maximum notices only what is raised, a minimum only what is lowered, a cast any other value.
-    others = [
-        {n: leveled_tensor(*s, rng, low, high) for n, s in specs.items()}
-        for low, high in ((0.25, 0.75), (0.9, 1.0), (0.0, 0.1))
-    ]
-
-    def load(changed: Sequence[str], other: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        return loads.run({n: (other if n in changed else middle)[n] for n in specs})
-
-    reference, again = load((), middle), load((), middle)
-    unstable = []
-    for live, (storage, at) in odd.items():
-        noisy = reference[storage][at] != again[storage][at]
-        if noisy.any():
-            unstable.append(live)
-        odd[live] = (storage, at[~noisy])
-    computed: dict[str, set[str]] = {live: set() for live, (_, at) in odd.items() if at.size}
-
-    def search(names: Sequence[str], suspects: frozenset[str], other: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        now = load(names, other)
-        hit = frozenset(n for n in suspects if (now[odd[n][0]] != reference[odd[n][0]])[odd[n][1]].any())
-        explained: frozenset[str] = frozenset()
-        if hit and len(names) > 1:
-            half = len(names) // 2
-            explained = search(names[:half], hit, other) | search(names[half:], hit, other)
-        for live in hit - explained:
-            computed[live].update(names)
-        return hit
-
-    for other in others if computed else []:
-        search(list(specs), frozenset(computed), other)
-    settled = {n: tuple(sorted(s)) for n, s in computed.items() if s or n not in unstable}
-    return settled, tuple(unstable)

@@ -58,6 +58,27 @@ def layout_of(shape: tuple[int, ...], word_nbytes: int, copies: Sequence[Sequenc
     return Layout(shape, word_nbytes, start, stop, tuple(records), partial)
 
 
+def without(layout: Layout, wrong: Sequence[int]) -> Layout | None:
+    """A layout without some of its records, where the others still hold every word that it held.
+
+    Args:
+        layout: A layout that `layout_of` made.
+        wrong: Numbers of the records to leave out.
+
+    Returns:
+        The layout of the other records; None where words are lost.
+    """
+    kept = [r for i, r in enumerate(layout.records) if i not in wrong]
+    if not kept:
+        return None
+    try:
+        rest = layout_of(layout.shape, layout.word_nbytes, [(r,) for r in kept])
+    except NoFitError:
+        return None
+    held = [sum(r.num_units for r in x.records if r.primary) for x in (layout, rest)]
+    return rest if held[0] == held[1] else None
+
+
 def _common(one: _Span, two: _Span) -> _Span | None:
     start = tuple(max(a, b) for a, b in zip(one[0], two[0], strict=True))
     stop = tuple(min(a, b) for a, b in zip(one[1], two[1], strict=True))

@@ -49,17 +49,34 @@ ALPHABETS: dict[str, Alphabet] = {
 NIBBLE = Alphabet(1, 15)
 """Patterns of a packed 4-bit element."""
 
-_EXPONENTS: dict[str, int] = {
-    "bfloat16": 0x7F80,
-    "float16": 0x7C00,
-    "float32": 0x7F800000,
-    "float64": 0x7FF0 << 48,
-    "complex64": 0x7F800000_7F800000,
-    "float8_e4m3fn": 0x78,
-    "float8_e4m3fnuz": 0x78,
-    "float8_e5m2": 0x7C,
-    "float8_e5m2fnuz": 0x7C,
-    "float8_e8m0fnu": 0x80,
+
+@dataclass(frozen=True, slots=True)
+class FloatFormat:
+    """The bits of a float dtype, and which patterns are no finite number.
+
+    Attributes:
+        mantissa: Mantissa bits.
+        bias: Of the exponent.
+        style: ``ieee`` has infinities and NaN under the top exponent; ``fn`` NaN where all bits but the sign are set;
+            ``fnuz`` NaN where only the sign is set; ``scale`` is an exponent without a sign, NaN where all bits are set
+            (OCP 8-bit Floating Point Specification 1.0 and OCP Microscaling Formats 1.0).
+    """
+
+    mantissa: int
+    bias: int
+    style: str
+
+
+FLOATS: dict[str, FloatFormat] = {
+    "bfloat16": FloatFormat(7, 127, "ieee"),
+    "float16": FloatFormat(10, 15, "ieee"),
+    "float32": FloatFormat(23, 127, "ieee"),
+    "float64": FloatFormat(52, 1023, "ieee"),
+    "float8_e4m3fn": FloatFormat(3, 7, "fn"),
+    "float8_e4m3fnuz": FloatFormat(3, 8, "fnuz"),
+    "float8_e5m2": FloatFormat(2, 15, "ieee"),
+    "float8_e5m2fnuz": FloatFormat(2, 16, "fnuz"),
+    "float8_e8m0fnu": FloatFormat(0, 127, "scale"),
 }
 PACKED = frozenset({"uint8", "int8", "int32", "float4_e2m1fn_x2"})
 """dtypes that may hold 4-bit elements."""
@@ -86,7 +103,7 @@ def random_tensor(
         shape: Extents.
         dtype: torch dtype.
         rng: Source of the bits.
-        finite: Clear the top exponent bit where the exponent is all ones, so that no NaN and no infinity is among them.
+        finite: Turn each NaN and infinity pattern into a finite one.
 
     Returns:
         Tensor, CPU, contiguous.
@@ -95,24 +112,42 @@ def random_tensor(
     bits = np.frombuffer(rng.bytes(prod(shape) * size), dtype=f"<u{size}").copy()
     if name == "bool":
         bits &= 1
-    if finite and name in _EXPONENTS:
-        mask = _EXPONENTS[name]
-        parts = (mask & 0xFFFFFFFF, mask & ~0xFFFFFFFF) if name == "complex64" else (mask,)
-        for part in parts:
-            full = bits & np.array(part, bits.dtype) == part
-            top = 1 << (part.bit_length() - 1)
-            bits[full] &= np.array(~top & ((1 << (8 * size)) - 1), bits.dtype)
+    if finite:
+        _make_finite(bits.view("<u4") if name == "complex64" else bits, "float32" if name == "complex64" else name)
     return as_tensor(bits, shape, dtype)
 
 
+def _make_finite(bits: np.ndarray, name: str) -> None:
+    form = FLOATS.get(name)
+    if form is None:
+        return
+    sign = 1 << (8 * bits.itemsize - 1)
+    if form.style == "fnuz":
+        bits[bits == sign] = 0
+        return
+    if form.style == "scale":
+        bits[bits == 2 * sign - 1] = form.bias
+        return
+    exponent = (sign - 1) >> form.mantissa << form.mantissa
+    mask = sign - 1 if form.style == "fn" else exponent
+    full = bits & np.array(mask, bits.dtype) == mask
+    bits[full] &= np.array(2 * sign - 1 - (sign >> 1), bits.dtype)
+
+
 def leveled_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator, low: float, high: float
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    alphabet: Alphabet,
+    rng: np.random.Generator,
+    low: float,
+    high: float,
 ) -> torch.Tensor:
-    """A tensor of random patterns from a part of its dtype's alphabet, which is ordered as its values are.
+    """A tensor of random patterns from a part of an alphabet, which is ordered as its values are.
 
     Args:
         shape: Extents.
         dtype: torch dtype.
+        alphabet: Its patterns.
         rng: Source of the symbols.
         low: Start of the part, from 0 to 1.
         high: End of the part.
@@ -120,14 +155,17 @@ def leveled_tensor(
     Returns:
         Tensor, CPU, contiguous.
     """
-    alphabet = ALPHABETS[dtype_name(dtype)]
     first, last = int(low * alphabet.size), max(int(low * alphabet.size) + 1, int(high * alphabet.size))
     symbols = rng.integers(first, last, prod(shape), dtype=np.uint64) + np.uint64(alphabet.first)
     return as_tensor(symbols.astype(f"<u{dtype.itemsize}"), shape, dtype)
 
 
 def ramp_tensors(
-    specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, falling: bool, per_tensor: bool
+    specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    alphabets: Mapping[str, Alphabet],
+    *,
+    falling: bool,
+    per_tensor: bool,
 ) -> dict[str, torch.Tensor]:
     """Tensors whose values rise, or fall, from word to word.
 
@@ -136,6 +174,7 @@ def ramp_tensors(
 
     Args:
         specs: Canonical name to extents and torch dtype.
+        alphabets: Canonical name to patterns.
         falling: Fall instead of rise.
         per_tensor: A ramp in each tensor; else one over all tensors of a dtype, in the order of ``specs``.
 
@@ -150,7 +189,7 @@ def ramp_tensors(
     for name, (shape, dtype) in specs.items():
         first, total = (0, prod(shape)) if per_tensor else (before.get(dtype, 0), totals[dtype])
         before[dtype] = before.get(dtype, 0) + prod(shape)
-        alphabet = ALPHABETS[dtype_name(dtype)]
+        alphabet = alphabets[name]
         levels = (
             (first + np.arange(prod(shape), dtype=np.float64)) / max(total - 1, 1) * (min(alphabet.size, 1 << 50) - 1)
         )

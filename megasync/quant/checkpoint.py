@@ -16,15 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 from megasync.errors import PlanError
 from megasync.quant.blocks import check_shape
 from megasync.quant.formulas import Formula, formula
+from megasync.quant.rules import PACKED, Checkpoint, QuantRule
 from megasync.types import Box, TensorSpec
 
-Checkpoint = Literal["modelopt", "compressed-tensors", "deepseek"]
+__all__ = [
+    "FUSED_PARTNERS",
+    "Checkpoint",
+    "Member",
+    "QuantRule",
+    "QuantisedWeight",
+    "describe",
+    "fused_group",
+    "select",
+]
+
 Role = Literal["codes", "scales", "global", "input"]
 
 FUSED_PARTNERS: tuple[tuple[str, ...], ...] = (
@@ -34,25 +44,6 @@ FUSED_PARTNERS: tuple[tuple[str, ...], ...] = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 """Modules that engines run as one matrix: they share one global scale, as the checkpoints of both formats do."""
-
-
-@dataclass(frozen=True, slots=True)
-class QuantRule:
-    """Which weights take which formula. The first rule whose pattern matches a canonical name wins.
-
-    Attributes:
-        pattern: Shell-style pattern over canonical names, ``*`` matching dots too.
-        formula: Formula id, or empty to leave the matching tensors as they are.
-        checkpoint: Whose names and shapes the tensors take.
-        scale_dtype: ``F8_E8M0`` stores power-of-two block scales as bytes; ``F32`` otherwise.
-        input_scale: The checkpoint has static activation scales; they enter the schema as frozen tensors.
-    """
-
-    pattern: str
-    formula: str
-    checkpoint: Checkpoint = "modelopt"
-    scale_dtype: Literal["F32", "F8_E8M0"] = "F32"
-    input_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +155,7 @@ def describe(
         )
     if source.aliases:
         raise PlanError(f"{source.name} is tied to {', '.join(source.aliases)}: leave tied weights unquantised")
-    if (f.family == "nvfp4" or f.block == (0, 0)) and rule.checkpoint == "deepseek":
+    if rule.checkpoint == "deepseek" and (f.family == "nvfp4" or not all(f.block)):
         raise PlanError(f"{source.name}: checkpoint 'deepseek' has no names for {f.id}")
     if rule.scale_dtype == "F8_E8M0" and not f.pow2:
         raise PlanError(f"{source.name}: {f.id} has scales that are no powers of two, F8_E8M0 cannot store them")
@@ -196,7 +187,7 @@ def select(
     wrong: list[str] = []
     ids: dict[str, dict[str, str]] = {}
     for spec in specs:
-        rule = next((r for r in rules if fnmatchcase(spec.name, r.pattern)), None)
+        rule = next((r for r in rules if r.matches(spec)), None)
         taken = rule.formula if rule is not None and not spec.frozen else ""
         if spec.name.endswith(".weight"):
             ids.setdefault(fused_group(spec.name, partners), {})[spec.name] = taken
@@ -231,7 +222,7 @@ def _nvfp4(source: TensorSpec, f: Formula, rule: QuantRule, base: str, group: st
     scalar: tuple[int, ...] = () if ours else (1,)
     codes = _spec(
         source,
-        f"{base}.weight" if ours else f"{base}.weight_packed",
+        f"{base}.weight" if ours else f"{base}{PACKED}",
         "U8",
         (rows, columns // 2),
         block=(height, width // 2),

@@ -4,6 +4,10 @@ Block and row formulas need nothing from other ranks; tensor formulas take the a
 partners, like NVFP4. Rounding is to nearest even, saturating at 448; -0.0 keeps its sign; every scale is finite and
 positive, of an all-zero block too, so nothing decodes to NaN. Must import nothing above kernels.
 
+Next to the top of fp32, a power-of-two scale (``fp8/deepgemm-128-ue8m0``, ``fp8/te-128-pow2``) does not decode to a finite
+number: weights from 31/32 of 2^128 (about 3.297e38) on meet the scale 2^120, their code rounds up to 256, and 256 * 2^120
+passes the largest fp32. The published formulas do the same.
+
 Divisions are IEEE divisions. Libraries that run the same order on a GPU through torch with a number as divisor
 compute a product with its reciprocal instead, which can differ in the last bit of a scale.
 """
@@ -177,7 +181,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, formula: Formula) -> t
         formula: The ``fp8`` formula, for its granularity.
 
     Returns:
-        float32 ``[rows, columns]``.
+        float32 ``[rows, columns]``; infinite where ``code * scale`` passes the largest fp32, as power-of-two scales of
+        weights from about 3.297e38 on do (module docstring).
     """
     values = codes.view(torch.float8_e4m3fn).float()
     return values * (reference.spread(scales, formula.block, values.shape) if formula.block[0] else scales)

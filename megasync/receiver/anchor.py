@@ -17,12 +17,12 @@ import numpy as np
 from megasync.digest import state_digest
 from megasync.errors import BaseMismatchError, FormatError, TaintedError
 from megasync.manifest import Manifest
-from megasync.receiver.apply import Applied, taint
+from megasync.receiver.apply import Applied, back_to, pause, resume, taint
 from megasync.receiver.audit import audit
 from megasync.receiver.backend import FetchedFrame, Placed, run_all
 from megasync.receiver.bind import Binding
 from megasync.receiver.dense import MaskPlaced, read_words, tile_words
-from megasync.receiver.fetch import Fetched, fetch
+from megasync.receiver.fetch import Fetched, fetch, require_payloads
 from megasync.receiver.leads import Held
 from megasync.receiver.ledger import Ledger
 from megasync.receiver.stage import Proven, Staged
@@ -59,7 +59,7 @@ def stage_anchor(
     """
     started = perf_counter()
     fetched = Fetched()
-    placed: list[Placed] = [_mask(binding, tile) for tile in _tiles(binding, reader, manifest, pool, fetched)]
+    placed: list[Placed] = [_mask(binding, tile) for tile in tiles_of(binding, reader, manifest, pool, fetched)]
     nbytes = sum(p.nbytes for p in placed)
     return Staged(manifest, tuple(placed), fetched, perf_counter() - started, nbytes)
 
@@ -86,7 +86,7 @@ def prove_anchor(
     """
     manifest = staged.manifest
     table = together(binding.engine, f"table of version {manifest.version}", lambda: reader.state_table(manifest))
-    ids = _published(binding)
+    ids = published(binding)
 
     def body() -> list[list[Sums]]:
         sums = run_all(pool, [p.prove for p in staged.placed])
@@ -116,21 +116,28 @@ def write_anchor(
     tainted; a new anchor or a reload is what helps then.
 
     Raises:
+        RetryError: A payload is not there, or the engine did not come to rest: nothing was touched.
         TaintedError: It failed half-way, or the audit after it found other bytes.
     """
     table = together(binding.engine, f"table of version {manifest.version}", lambda: reader.state_table(manifest))
     _check_frozen(binding, table, pool)
     fetched = Fetched()
-    groups = binding.shadows.touched(_published(binding))
-    with vote(binding.engine, f"preparing anchor {manifest.version}"):
-        binding.check_alive()
-        binding.engine.check_ready()
-        status.set(state="updating", target=manifest.version)
+    groups = binding.shadows.touched(published(binding))
+    was = status.now
+    try:
+        with vote(binding.engine, f"preparing anchor {manifest.version}"):
+            binding.check_alive()
+            binding.engine.check_ready()
+            require_payloads(reader, manifest, binding.frames_of(manifest))
+            status.set(state="updating", target=manifest.version)
+    except BaseException:
+        back_to(status, was)
+        raise
     started = clock()
+    pause(binding, status, was, manifest.version, None if was.torn or was.version < 0 else was.version)
     try:
         with vote(binding.engine, f"anchor {manifest.version}"):
-            binding.engine.pause()
-            for tile in _tiles(binding, reader, manifest, pool, fetched):
+            for tile in tiles_of(binding, reader, manifest, pool, fetched):
                 mask = _mask(binding, tile)
                 mask.prove()
                 mask.write_()
@@ -145,18 +152,18 @@ def write_anchor(
         reason = f"anchor {manifest.version}, too large to be undone, failed half-way ({error})"
         taint(binding, status, reason)
         raise TaintedError(f"{reason}: replace the replica or load its weights anew, then join") from error
-    binding.engine.resume(manifest.version)
-    return Applied(clock() - started, tuple(d.name for d in groups)), Ledger(manifest, table), fetched
+    stands = resume(binding, manifest.version)
+    return Applied(clock() - started, tuple(d.name for d in groups), stands), Ledger(manifest, table), fetched
 
 
-def _published(binding: Binding) -> np.ndarray:
-    """Tensors that the engine holds and anchors carry."""
+def published(binding: Binding) -> np.ndarray:
+    """Tensors that the engine holds and anchors carry: int64 ids, ascending."""
     frozen = np.array([t.frozen for t in binding.schema.tensors], dtype=bool)
     return binding.group_ids[~frozen[binding.group_ids]]
 
 
 def _check_frozen(binding: Binding, table: np.ndarray, pool: ThreadPoolExecutor | None) -> None:
-    frozen = np.setdiff1d(binding.group_ids, _published(binding))
+    frozen = np.setdiff1d(binding.group_ids, published(binding))
     if len(frozen):
         found = audit(binding, pool, ids=frozen, derived=False)
         wrong = frozen[(found != table[frozen]).any(axis=1)]
@@ -182,14 +189,25 @@ def _mask(binding: Binding, tile: _Tile) -> MaskPlaced:
     return MaskPlaced(binding, tensor_id, held, words ^ read_words(held.reading, binding.storages), whole=True)
 
 
-def _tiles(
+def tiles_of(
     binding: Binding,
     reader: PublicationReader,
     manifest: Manifest,
     pool: ThreadPoolExecutor | None,
     fetched: Fetched,
 ) -> Iterator[_Tile]:
-    """Every tile of this rank's slices, once; parts of a tile from several frames are joined."""
+    """Every tile of this rank's slices, once; parts of a tile from several frames are joined.
+
+    Args:
+        binding: This rank; ``Binding.only`` some tensors reads no others.
+        reader: Of the run.
+        manifest: The anchor.
+        pool: Threads to fetch on, None for the caller's.
+        fetched: Counts what was read.
+
+    Yields:
+        Tensor id, tile, the part of the tensor in it that this rank holds, and the anchor's words in the part's shape.
+    """
     frames = binding.frames_of(manifest)
     _, ids, tiles = manifest.frames.touched
     mine = binding.needs(ids, tiles)
@@ -221,7 +239,7 @@ def _tiles(
                     open_tiles[key] = (tensor_id, tile, held, words)
                 else:
                     yield tensor_id, tile, held, words
-    for tensor_id in _published(binding).tolist():
+    for tensor_id in published(binding).tolist():
         if tensor_id not in binding.held:
             continue
         held_all = binding.held[tensor_id]

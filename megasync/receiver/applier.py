@@ -15,8 +15,16 @@ from time import perf_counter
 
 import msgspec
 
-from megasync.config import ApplyConfig, Staging
-from megasync.errors import BaseMismatchError, MegasyncError, NeedsAnchorError, RetryError, TaintedError
+from megasync.config import ApplyConfig, Staging, config_of
+from megasync.errors import (
+    BaseMismatchError,
+    MegasyncError,
+    NeedsAnchorError,
+    RankFailedError,
+    ReplicaDriftError,
+    RetryError,
+    TaintedError,
+)
 from megasync.manifest import Manifest, check_run
 from megasync.receiver.audit import audit
 from megasync.receiver.backends import BackendChoice, make_backend
@@ -53,7 +61,8 @@ class Applier:
         clock: Seconds, for the times in results.
 
     Raises:
-        ValueError: A run name that cannot be part of a key, or a status file of another run.
+        ValueError: A run name that cannot be part of a key, or a status file of another run or in no directory.
+        TypeError: Something else than an engine, a sink and an `ApplyConfig`.
         FormatError: An unreadable status file.
     """
 
@@ -63,13 +72,14 @@ class Applier:
         sink: Sink,
         config: ApplyConfig | None = None,
         *,
-        status_path: Path | None = None,
+        status_path: Path | str | None = None,
         backend: BackendChoice = "auto",
         route: Route = steps,
         telemetry: Telemetry | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self.config = config or ApplyConfig()
+        _check_arguments(engine, sink)
+        self.config = config_of(ApplyConfig, config)
         check_run(self.config.run)
         self.engine = engine
         self.telemetry = telemetry or Telemetry()
@@ -113,7 +123,8 @@ class Applier:
 
         Raises:
             RetryError: Nothing was published yet.
-            PlanError, SchemaMismatchError, MemoryPlanError: The engine does not fit the run; nothing was touched.
+            PlanError, SchemaMismatchError, MemoryPlanError: The engine does not fit the run, or live words are the anchor's
+                in another order (a wrong layout); nothing was touched.
             NeedsAnchorError: Weights may be torn (status ``updating`` or ``tainted``) or are no version of the run, and
                 the chain does not start with an anchor.
             BaseMismatchError: Weights are no version of the run and the chain starts with a checkpoint.
@@ -130,7 +141,9 @@ class Applier:
             self.config, self._reader, binding, backend, self._status, self._pool, self.telemetry, self._clock
         )
         result = UpdateResult(self.config.run, -1, -1, backend=backend.name, excluded=_excluded(self._session))
-        return replace(enter(self._session, newest, torn, result), total_s=self._clock() - started)
+        result = enter(self._session, newest, torn, result)
+        self._session.wake()
+        return replace(result, total_s=self._clock() - started)
 
     def update(self, version: int | None = None) -> UpdateResult:
         """Apply what leads to a version, one publication after the other, each proved. *Collective*.
@@ -142,19 +155,25 @@ class Applier:
             What was done; ``versions`` is empty where the version is held already.
 
         Raises:
-            RetryError: The sink did not answer: nothing was touched.
+            RetryError: The sink did not answer, lacks a payload that the head leads to, or forward passes did not end in
+                time: nothing was touched.
             FormatError, RefetchError: Head, manifest or frames were refused: the version held is kept.
             BaseMismatchError: Another version or other live bytes than the base: nothing of that step was touched.
             NeedsAnchorError: No way leads there.
             UndoneError: A step failed and was undone; the steps before it hold.
             TaintedError: An undo failed, now or before.
+            TypeError: ``version`` is no integer.
+            Exception: What the engine's ``resume`` raised: the new version is live and proven, the status is ``behind`` and
+                says why. The next update resumes first.
         """
+        _check_version(version)
         with short_turns(self._quiet):
             return self._update(version)
 
     def _update(self, version: int | None) -> UpdateResult:
         session, ledger = self._held()
         started = self._clock()
+        session.wake()
         wanted = self._wanted(version)
         route = together(
             self.engine,
@@ -169,6 +188,7 @@ class Applier:
             state: State = "serving" if manifest is route[-1] else was
             result = advance(session, manifest, state, result)
         if not route and was == "behind":
+            together(self.engine, "live tensors", session.binding.check_alive)
             session.hold(ledger, "serving")
         return replace(result, total_s=self._clock() - started)
 
@@ -186,8 +206,9 @@ class Applier:
 
         Raises:
             BaseMismatchError: Live words are not the base of the step: nothing was touched.
-            RetryError, FormatError, RefetchError, NeedsAnchorError: As ``update``.
+            RetryError, FormatError, RefetchError, NeedsAnchorError, TypeError: As ``update``.
         """
+        _check_version(version)
         with short_turns(self._quiet):
             return self._stage(version)
 
@@ -235,19 +256,24 @@ class Applier:
         """Compare every live tensor with the version held. *Collective*. Streaming: no copy of the weights is made.
 
         Raises:
-            BaseMismatchError: Naming the tensors that differ; the engine is no longer ready.
+            BaseMismatchError: Naming the tensors that differ, or that are no longer where they were bound.
             ReplicaDriftError: A replica differs from its primary.
+
+        After either the engine is no longer ready, and is told that it holds no version (``holds(-1)``).
         """
         session, ledger = self._held()
         started = self._clock()
         ids = session.binding.group_ids
-        with self.telemetry.span("audit"):
-            found = audit(session.binding, self._pool)
+        try:
+            with self.telemetry.span("audit"):
+                found = audit(session.binding, self._pool)
+        except (BaseMismatchError, ReplicaDriftError, RankFailedError) as e:
+            self._disown(session, f"audit: {e}")
+            raise
         wrong = ids[(found != ledger.table[ids]).any(axis=1)]
         if len(wrong):
             reason = f"audit: {names_of(session.binding.schema, wrong)} are not version {ledger.version}'s"
-            self._status.set(state="behind", reason=reason)
-            session.ledger = None  # nothing may build on these weights before a join has looked at them again
+            self._disown(session, reason)
             raise BaseMismatchError(f"{self.engine.name}: {reason}. Take it out of routing; load an anchor or reload")
         return AuditResult(
             ledger.version, len(ids), session.binding.slice_nbytes(), self._clock() - started, _excluded(session)
@@ -287,6 +313,12 @@ class Applier:
             self._pool.shutdown(cancel_futures=True)
         self._session = None
 
+    def _disown(self, session: Session, reason: str) -> None:
+        """Nothing may build on these weights, or be told that they are a version, before a join has looked at them again."""
+        session.ledger = None
+        self.engine.holds(-1)
+        self._status.set(state="behind", reason=reason)
+
     def _held(self) -> tuple[Session, Ledger]:
         if self._status.now.state == "tainted":
             raise TaintedError(f"{self.engine.name} is tainted ({self._status.now.reason}): replace the replica")
@@ -294,7 +326,8 @@ class Applier:
         if session is None:
             raise ValueError("the applier holds no version yet: call join() first")
         if session.ledger is None:
-            raise BaseMismatchError(f"{self.engine.name} holds no version ({self._status.now.reason}): join again")
+            why = self._status.now.reason or "the last join did not find or load one"
+            raise BaseMismatchError(f"{self.engine.name} holds no version ({why}): join again")
         return session, session.ledger
 
     def _wanted(self, version: int | None) -> Manifest:
@@ -316,6 +349,22 @@ class Applier:
         if chosen[2] == newest.digest and self.engine.num_ranks == 1:
             return newest
         return together(self.engine, "manifest", lambda: self._reader.manifest(*chosen))
+
+
+def _check_arguments(engine: object, sink: object) -> None:
+    if not isinstance(engine, Engine):
+        raise TypeError(
+            f"Applier got a {type(engine).__name__} for its engine: wrap it in one, TorchModuleEngine(module) for a torch module"
+        )
+    if not hasattr(sink, "read_head"):
+        raise TypeError(f"Applier got a {type(sink).__name__} for its sink: use open_sink(url)")
+
+
+def _check_version(version: object) -> None:
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise TypeError(
+            f"version {version!r} is a {type(version).__name__}, expected an integer, or None for the head's"
+        )
 
 
 def _excluded(session: Session) -> tuple[str, ...]:

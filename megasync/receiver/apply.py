@@ -11,12 +11,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from megasync.errors import TaintedError, UndoneError
+from megasync.errors import RetryError, TaintedError, UndoneError
 from megasync.receiver.backend import Backend
 from megasync.receiver.bind import Binding
 from megasync.receiver.engine import Derivation
@@ -35,10 +35,12 @@ class Applied:
     Attributes:
         pause_s: Seconds from the call of ``pause`` to the return of ``resume``.
         derived: Names of the derivations that ran.
+        error: What this rank's ``resume`` raised: the new version is live and proven all the same.
     """
 
     pause_s: float
     derived: tuple[str, ...]
+    error: BaseException | None = None
 
 
 def apply(
@@ -55,7 +57,7 @@ def apply(
         binding: This rank.
         backend: That placed the delta.
         proven: The delta; its base is live on every rank.
-        status: Left at ``updating`` on success: the caller says what is held then.
+        status: Left at ``updating`` on success: the caller says what is held then, and raises ``error`` if there is one.
         pool: Threads; None for the caller's.
         clock: Seconds.
 
@@ -66,6 +68,7 @@ def apply(
         BaseMismatchError: Storage moved, or the engine refuses updates now: nothing was touched.
         UndoneError: The write failed and was undone on every rank; the engine runs on its old version.
         TaintedError: The undo failed, or the device did: the engine stays stopped for good.
+        RetryError: The engine did not come to rest: nothing was touched.
         RankFailedError: A rank failed before the first write: nothing was touched.
     """
     version = proven.ledger.version
@@ -81,11 +84,11 @@ def apply(
                 placed.arm()
             status.set(state="updating", target=version)
     except BaseException:
-        _back_to(status, was)
+        back_to(status, was)
         raise
     with _no_collection():
         started = clock()
-        _pause(binding, proven, status, was)
+        pause(binding, status, was, version, None if proven.base is None else proven.base_version)
         try:
             _write_and_compare(binding, backend, proven, groups, status, pool)
         except BaseException as error:
@@ -95,8 +98,8 @@ def apply(
                 raise
             _undo(binding, backend, proven, status, was, saved, error)
             raise
-        binding.engine.resume(version)
-        return Applied(clock() - started, tuple(d.name for d in groups))
+        stands = resume(binding, version)
+        return Applied(clock() - started, tuple(d.name for d in groups), stands)
 
 
 @contextmanager
@@ -111,17 +114,70 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _pause(binding: Binding, proven: Proven, status: StatusFile, was: Status) -> None:
-    """Stop the engine on every rank, or let it go on."""
+def pause(binding: Binding, status: StatusFile, was: Status, version: int, base_version: int | None) -> None:
+    """Stop the engine on every rank, or let it go on. *Collective*.
+
+    Args:
+        binding: This rank.
+        status: Put back to ``was`` where the engine goes on.
+        was: The status before the update.
+        version: What it is stopped for.
+        base_version: Version of the live weights; None where they are of none.
+
+    Raises:
+        RetryError: It did not come to rest.
+    """
     try:
-        with vote(binding.engine, f"pausing for version {proven.ledger.version}"):
-            binding.engine.pause()
+        with vote(binding.engine, f"pausing for version {version}"):
+            try:
+                binding.engine.pause()
+            except TimeoutError as e:
+                raise RetryError(
+                    f"{binding.engine.name} did not pause for version {version} ({e}): nothing was touched, update again"
+                ) from e
     except BaseException:
-        _back_to(status, was)
-        if proven.base is not None:
-            with suppress(Exception):
-                binding.engine.resume(proven.base_version)
+        back_to(status, was)
+        if base_version is not None:
+            wake(binding, status, base_version)
         raise
+
+
+def resume(binding: Binding, version: int) -> BaseException | None:
+    """Let this rank go on at a proven version; what that raises is no reason to doubt the weights."""
+    try:
+        binding.engine.resume(version)
+    except BaseException as error:
+        return error
+    return None
+
+
+def wake(
+    binding: Binding, status: StatusFile, version: int, run: Callable[[], BaseException | None] | None = None
+) -> BaseException | None:
+    """Let the engine go on at a proven version, or record that it does not. *Collective*.
+
+    Args:
+        binding: This rank.
+        status: Becomes ``behind``, with the reason, and ``asleep`` where a rank's ``resume`` fails.
+        version: Version of the live weights.
+        run: Gives what this rank's ``resume`` raised; calls it by default.
+
+    Returns:
+        The error, the same kind on every rank; None where all go on.
+    """
+    try:
+        with vote(binding.engine, f"resuming at version {version}"):
+            error = resume(binding, version) if run is None else run()
+            if error is not None:
+                raise error
+    except BaseException as e:
+        status.asleep = version
+        now = status.now
+        reason = f"version {version} is live and proven, but resume() failed ({e}): the engine may stand still"
+        status.set(durable=False, state="behind", version=now.version, manifest=now.manifest, reason=reason)
+        return e
+    status.asleep = None
+    return None
 
 
 def _write_and_compare(
@@ -196,13 +252,13 @@ def _undo(
         reason = f"version {version} failed ({error}) and could not be undone ({undo_error})"
         taint(binding, status, reason)
         raise TaintedError(f"{reason}: replace the replica, its weights are in an unknown state") from undo_error
-    _back_to(status, was)
-    if proven.base is not None:
-        binding.engine.resume(proven.base_version)
+    back_to(status, was)
+    stands = wake(binding, status, proven.base_version) if proven.base is not None else None
     if isinstance(error, Exception):
         raise UndoneError(
             f"version {version} failed after the first write and was undone: {error}. The engine has version "
             f"{proven.base_version} as before; look at the cause, then update again"
+            + ("" if stands is None else f". It stands still: resume() failed ({stands})")
         ) from error
 
 
@@ -223,7 +279,8 @@ def taint(binding: Binding, status: StatusFile, reason: str) -> None:
     binding.engine.quarantine(reason)
 
 
-def _back_to(status: StatusFile, was: Status) -> None:
+def back_to(status: StatusFile, was: Status) -> None:
+    """Nothing was touched, or all was put back: the status is what it was."""
     # Where the disk refuses, it still has `updating` or what was: a restart is then careful without need, never
     # careless.
     status.set(durable=False, state=was.state, version=was.version, manifest=was.manifest, reason=was.reason)

@@ -71,12 +71,14 @@ def audit(
         uint8 ``[len(ids), 16]``.
 
     Raises:
-        BaseMismatchError: Copies differ, or a derived tensor is not the derivation of its canonical bytes.
+        BaseMismatchError: Live tensors are not where they were bound, copies differ, or a derived tensor is not the
+            derivation of its canonical bytes.
         ReplicaDriftError: A replica differs from its primary.
     """
     chosen = binding.group_ids if ids is None else ids
 
     def body() -> list[list[Sums]]:
+        binding.check_alive()  # bytes that the engine no longer reads prove nothing
         mine = [int(i) for i in chosen if int(i) in binding.held]
         on_gpu, on_host, device = split_ids(binding, mine)
         sums = device_sums(binding, on_gpu, device) if device is not None and on_gpu else []

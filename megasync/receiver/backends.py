@@ -28,6 +28,16 @@ _PACED = ("scatter", "gpu")  # those that can stage quietly
 _BY_DEVICE: dict[str, str] = {"cpu": "cpu", "cuda": "gpu"}
 
 
+def backend_names(device: str | None = None) -> tuple[str, ...]:
+    """Names that may be chosen, ``auto`` first.
+
+    Args:
+        device: Type of the live weights' device, to leave out what cannot write them; None for all.
+    """
+    known = [n for n in _KNOWN if device is None or n == "mask" or (n == "cpu") == (device == "cpu")]
+    return ("auto", *known)
+
+
 def make_backend(binding: Binding, choice: BackendChoice, *, quiet: bool = False) -> Backend:
     """The backend of a bound engine rank.
 

@@ -18,12 +18,12 @@ import torch
 
 from megasync.errors import PlanError, SchemaMismatchError
 from megasync.kernels.records import storage_bytes
-from megasync.layout.compose import with_copies
+from megasync.layout.compose import arrange, with_copies
 from megasync.layout.modes import Layout, Remap
 from megasync.layout.prove import validate_all
 from megasync.manifest import Manifest
 from megasync.receiver.claims import Claims, Mirror, check_coverage, coverage, mirrors, slices
-from megasync.receiver.engine import Derivation, Engine
+from megasync.receiver.engine import Derivation, Engine, Tensors
 from megasync.receiver.identity import StorageMark, check_alive, mark_all
 from megasync.receiver.leads import Held
 from megasync.receiver.shadow import Shadows, plan_shadows
@@ -139,8 +139,8 @@ def bind(engine: Engine, schema: Schema, *, shadow_limit_nbytes: int) -> Binding
 
     Raises:
         SchemaMismatchError: The engine's tensors have another shape or word size: another model.
-        PlanError: Names that do not resolve, places that overlap or leave their storage, words nobody holds: all
-            listed.
+        PlanError: Names that do not resolve, places that overlap (outputs of derivations too) or leave their storage,
+            words nobody holds: all listed.
         MemoryPlanError: The shadows do not fit.
         RankFailedError: One of these on any rank, where the engine has several.
     """
@@ -158,7 +158,8 @@ def bind(engine: Engine, schema: Schema, *, shadow_limit_nbytes: int) -> Binding
         layouts = {i: x for i, x in (held | shadows.layouts).items() if x.records}
         storages |= shadows.storages
         sizes = {n: s.numel() for n, s in storages.items()}
-        validate_all({schema.tensors[i].name: x for i, x in layouts.items()}, sizes)
+        written = {schema.tensors[i].name: x for i, x in layouts.items()}
+        validate_all(written | _outputs(groups, tensors, key_of), sizes)
         leads = {i: Held.of(schema.tensors[i].name, x) for i, x in layouts.items()}
         ballot.data = msgspec.msgpack.encode(Claims(coverage(schema, layouts).astype("<i8").tobytes(), slices(leads)))
         marks = mark_all(tensors, names)
@@ -219,6 +220,26 @@ def _check_derivations(schema: Schema, groups: object, excluded: Mapping[int, st
     if twice:
         raise PlanError(f"{', '.join(twice[:_SHOWN])} are outputs of two derivations: a group spans all its inputs")
     return found
+
+
+def _outputs(groups: Iterable[Derivation], tensors: Tensors, key_of: Mapping[str, str]) -> dict[str, Layout]:
+    """Where derivations write, as layouts, so that the same proof keeps them apart from what XOR writes and each other."""
+    out: dict[str, Layout] = {}
+    for d in groups:
+        for name in d.outputs:
+            tensor = tensors[name]
+            size = tensor.element_size()
+            parts = max(size // 8, 1)  # complex128 is two words
+            shape, steps = (*tensor.shape, parts), (*(s * parts for s in tensor.stride()), 1)
+            base = int(tensor.storage_offset()) * parts
+            if (stuck := [a for a, n in enumerate(shape) if n > 1 and not steps[a]]) and tensor.numel():
+                raise PlanError(
+                    f"derivation {d.name}: its output {name} is expanded along axis {stuck[0]} (stride 0), so that several "
+                    "elements are one place of memory: nothing can be written there. Give the tensor under it"
+                )
+            whole = arrange(shape, word_nbytes=size // parts)
+            out[f"{name} (output of derivation {d.name})"] = whole.to(key_of[name], base=base, strides=steps)
+    return out
 
 
 def _storages(tensors: Mapping[str, torch.Tensor], names: set[str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -13,9 +13,8 @@ a trainer, an adapter or a test library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +25,7 @@ from megasync.errors import BaseMismatchError, PlanError, TaintedError, UndoneEr
 from megasync.receiver.applier import Applier
 from megasync.receiver.backend import Backend, FetchedFrame, Placed
 from megasync.receiver.bind import Binding, bind
-from megasync.receiver.contract_run import ContractRun, bytes_of, changed_words
+from megasync.receiver.contract_run import ContractRun, bytes_of, changed_words, expect, raises, record
 from megasync.receiver.cpu import CpuBackend
 from megasync.receiver.engine import Engine
 from megasync.receiver.sums import Sums
@@ -74,12 +73,6 @@ class EngineCase:
         expect(not wrong, f"{what}: {wrong[:10]} differ from a cold load")
 
 
-def expect(holds: bool, what: str) -> None:
-    """Raise AssertionError with ``what`` unless it holds; works with ``python -O`` too."""
-    if not holds:
-        raise AssertionError(what)
-
-
 def written(engine: Engine, schema: Schema) -> dict[str, torch.Tensor]:
     """The live tensors that updates write or derive."""
     names = {r.storage for x in engine.layouts(schema).values() for r in x.records}
@@ -110,6 +103,55 @@ def check_updates_equal_cold_loads(case: EngineCase) -> None:
         expect(applier.update().version == version, f"version {version} is held after its update")
         case.require(engine, words, f"version {version}")
         applier.audit()
+
+
+def check_no_live_tensor_is_left_behind(case: EngineCase) -> None:
+    """Live tensors that hold the weights once more (a transpose, a cast, a packed copy) are as fresh as those written.
+
+    Which they are is seen from cold loads: equal in two loads of the same words, different in loads of other ones.
+    """
+    engine, applier, run = case.start()
+    others = sorted(engine.tensors().keys() - written(engine, case.schema).keys())
+    words = changed_words(case.schema, case.words, 0.5, seed=1)
+    first, again, cold = (case.load(w).tensors() for w in (case.words, case.words, words))
+    shared = [n for n in others if n in first and n in again and n in cold]
+    holding = [n for n in shared if bytes_of(first[n]) == bytes_of(again[n]) != bytes_of(cold[n])]
+    run.publish(words)
+    applier.update()
+    live = engine.tensors()
+    stale = [n for n in holding if n not in live or bytes_of(live[n]) != bytes_of(cold[n])]
+    expect(
+        not stale,
+        f"live tensors {stale[:10]} hold weights, no layout or derivation names them, and they are not a cold load's after "
+        "an update: map them as copies, derive them, or refresh them in resume()",
+    )
+
+
+def check_observation_follows_the_weights(case: EngineCase) -> None:
+    """Output after an update is a cold load's: nothing computes with what the engine packed from its first weights."""
+    engine, applier, run = case.start()
+    if engine.observe() is None:
+        return
+    for version, density in enumerate((0.5, 0.02), 1):
+        words = changed_words(case.schema, run.words, density, seed=version)
+        run.publish(words)
+        applier.update()
+        expect(
+            engine.observe() == case.load(words).observe(),
+            f"version {version}: output is not a cold load's, though the live tensors are: the engine computes with a copy",
+        )
+
+
+def check_weights_are_what_it_computes_with(case: EngineCase) -> None:
+    """Flipped bits change the output, as in the self-test; says nothing of engines that cannot be observed."""
+    ContractRun(case.sink, case.schema, case.words)
+    engine = case.load(case.words)
+    config = ApplyConfig(run=case.schema.run, workers=1, self_test=True)
+    try:
+        Applier(engine, case.sink, config, backend=case.backend).join()
+    except (PlanError, TaintedError) as e:
+        raise AssertionError(str(e)) from e
+    case.require(engine, case.words, "the self-test")
 
 
 def check_nothing_moves(case: EngineCase) -> None:
@@ -195,6 +237,9 @@ def check_gather_and_observe(case: EngineCase) -> None:
 CHECKS: tuple[Callable[[EngineCase], None], ...] = (
     check_every_word_has_one_place,
     check_updates_equal_cold_loads,
+    check_no_live_tensor_is_left_behind,
+    check_observation_follows_the_weights,
+    check_weights_are_what_it_computes_with,
     check_nothing_moves,
     check_pause_and_resume,
     check_failed_update_is_undone,
@@ -202,38 +247,6 @@ CHECKS: tuple[Callable[[EngineCase], None], ...] = (
     check_anchor_over_other_weights,
     check_gather_and_observe,
 )
-
-
-def record(engine: Engine) -> list[str]:
-    """Have the engine's hooks write down that they were called."""
-    events: list[str] = []
-    pause, resume, quarantine = engine.pause, engine.resume, engine.quarantine
-
-    def on_resume(version: int) -> None:
-        events.append(f"resume {version}")
-        resume(version)
-
-    def on_pause() -> None:
-        events.append("pause")
-        pause()
-
-    def on_quarantine(reason: str) -> None:
-        events.append("quarantine")
-        quarantine(reason)
-
-    engine.pause, engine.resume, engine.quarantine = on_pause, on_resume, on_quarantine  # type: ignore[method-assign]
-    return events
-
-
-@contextmanager
-def raises(kind: type[Exception], words: str) -> Iterator[None]:
-    """The block must raise ``kind`` with ``words`` in its message."""
-    try:
-        yield
-    except kind as e:
-        expect(words in str(e), f"{kind.__name__} without {words!r}: {e}")
-        return
-    raise AssertionError(f"no {kind.__name__} was raised")
 
 
 class _Fails(Backend):

@@ -1,4 +1,4 @@
-"""A small run for the engine contract: publications of given words, made without a trainer.
+"""A small run for the engine contract: publications of given words, made without a trainer; and how a check expects.
 
 Used by ``contract``. Must not import a trainer or a test library.
 """
@@ -6,6 +6,7 @@ Used by ``contract``. Must not import a trainer or a test library.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from megasync.codecs.dense import AnchorCodec
 from megasync.digest import bytes_lanes, content_digest, lanes_to_bytes, state_digest
 from megasync.frames import FrameRecord, make_table
 from megasync.manifest import Manifest, empty_table, root_of, rows_of
+from megasync.receiver.engine import Engine
 from megasync.schema import Schema
 from megasync.sinks.base import Sink
 from megasync.types import DTYPE_NBYTES, Entries, Lanes
@@ -184,3 +186,41 @@ def changed_words(
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Bytes of a live tensor, as they lie in its shape."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+def expect(holds: bool, what: str) -> None:
+    """Raise AssertionError with ``what`` unless it holds; works with ``python -O`` too."""
+    if not holds:
+        raise AssertionError(what)
+
+
+def record(engine: Engine) -> list[str]:
+    """Have the engine's hooks write down that they were called."""
+    events: list[str] = []
+    pause, resume, quarantine = engine.pause, engine.resume, engine.quarantine
+
+    def on_resume(version: int) -> None:
+        events.append(f"resume {version}")
+        resume(version)
+
+    def on_pause() -> None:
+        events.append("pause")
+        pause()
+
+    def on_quarantine(reason: str) -> None:
+        events.append("quarantine")
+        quarantine(reason)
+
+    engine.pause, engine.resume, engine.quarantine = on_pause, on_resume, on_quarantine  # type: ignore[method-assign]
+    return events
+
+
+@contextmanager
+def raises(kind: type[Exception], words: str) -> Iterator[None]:
+    """The block must raise ``kind`` with ``words`` in its message."""
+    try:
+        yield
+    except kind as e:
+        expect(words in str(e), f"{kind.__name__} without {words!r}: {e}")
+        return
+    raise AssertionError(f"no {kind.__name__} was raised")

@@ -138,17 +138,22 @@ class Engine(ABC):
         """
 
     def pause(self) -> None:  # noqa: B027
-        """Stop making tokens at a token boundary and let running kernels end. Called on every rank before any write."""
+        """Stop making tokens at a token boundary and let running kernels end. Called on every rank before any write.
+
+        Raises:
+            RetryError: It does not come to rest now. Nothing was touched; the engine goes on and the update is tried again.
+        """
 
     def resume(self, version: int) -> None:  # noqa: B027
         """Make tokens again; weights are proven to be ``version``'s, after an undo the old one's.
 
-        Caches that hold results of other weights are the adapter's to flush or tag here, before the first token.
+        Caches that hold results of other weights are the adapter's to flush or tag here, before the first token. Where it
+        raises, the weights stay as they are, and the next update calls it again.
         """
 
     def holds(self, version: int) -> None:  # noqa: B027
         """The weights are ``version``'s without a write: so they were loaded, or nothing changed. Nothing was
-        paused."""
+        paused. -1: they are no known version's any more (an audit found other bytes)."""
 
     def quarantine(self, reason: str) -> None:  # noqa: B027
         """The weights are in an unknown state: stay stopped for good, take no traffic. Never followed by `resume`."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from megasync.errors import NeedsAnchorError, RefetchError
+from megasync.errors import RefetchError
 from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.receiver.backend import FetchedFrame
@@ -133,7 +133,8 @@ def fetch(
 
     Raises:
         RefetchError: A frame was bad twice.
-        NeedsAnchorError: The payload is gone.
+        RetryError: A payload is not there, although its manifest is.
+        NeedsAnchorError: The publication was pruned.
         FormatError: ``consume`` found bytes that break the format.
     """
     counts = fetched if fetched is not None else Fetched()
@@ -177,10 +178,7 @@ def _read(
     try:
         reader.sink.read_into(key, span.offset, buffer, timeout_s=reader.timeout_s)
     except KeyError as e:
-        raise NeedsAnchorError(
-            f"payload {key} of version {manifest.version} is not in {reader.sink.describe()}: it was pruned; nothing was "
-            "touched. Load an anchor"
-        ) from e
+        raise reader.missing(manifest, key, "payload") from e
     counts.nbytes += span.nbytes
     for number in span.frames:
         record = manifest.frames.record(number)
@@ -202,3 +200,23 @@ def _read_again(reader: PublicationReader, manifest: Manifest, record: FrameReco
         return reader.frame_bytes(manifest, record)
     except RefetchError as e:
         raise RefetchError(f"{e}; it was read twice: the stored payload is bad. Nothing was touched") from e
+
+
+def require_payloads(reader: PublicationReader, manifest: Manifest, frames: np.ndarray) -> None:
+    """Ask for every payload of some frames, before a write that cannot be undone half-way.
+
+    Args:
+        reader: Of the run.
+        manifest: The publication.
+        frames: Frame numbers.
+
+    Raises:
+        RetryError: One is not there, though the publication is.
+        NeedsAnchorError: The publication was pruned.
+    """
+    for payload in np.unique(manifest.frames.columns["payload"][frames]).tolist():
+        key = manifest.payload_key(payload)
+        try:
+            reader.sink.size(key, timeout_s=reader.timeout_s)
+        except KeyError as e:
+            raise reader.missing(manifest, key, "payload") from e

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megasync.errors import BaseMismatchError, NeedsAnchorError
+import numpy as np
+
+from megasync.errors import BaseMismatchError, NeedsAnchorError, PlanError
 from megasync.manifest import Manifest
 from megasync.receiver.audit import audit
 from megasync.receiver.engine import Engine
 from megasync.receiver.ledger import Ledger
+from megasync.receiver.prior import require_order
 from megasync.receiver.results import UpdateResult
 from megasync.receiver.route import find_version
 from megasync.receiver.self_test import self_test
@@ -42,33 +45,47 @@ def enter(session: Session, newest: Manifest, torn: bool, result: UpdateResult) 
     Args:
         session: Bound, without a ledger.
         newest: What the head names.
-        torn: Do not look at the weights: whatever they are, they are overwritten.
+        torn: The weights are no version, whatever they are: they are overwritten.
         result: To be added to.
 
     Raises:
-        NeedsAnchorError, BaseMismatchError: See ``Applier.join``.
+        NeedsAnchorError, BaseMismatchError, PlanError: See ``Applier.join``.
     """
     binding = session.binding
     found: Ledger | None = None
+    digests: np.ndarray | None = None
     if torn:
         now = session.status.now
         why = f"status is {now.state} (version {now.version}, target {now.target}): weights may be torn. {now.reason}"
         start = together(binding.engine, "chain", lambda: session.reader.chain(newest)[0])
     else:
         with session.telemetry.span("audit"):
-            digests = audit(binding, session.pool)
+            seen = digests = audit(binding, session.pool)
         found, start, why = together(
             binding.engine,
             "finding the version",
-            lambda: find_version(session.reader, binding.schema, newest, binding.group_ids, digests),
+            lambda: find_version(session.reader, binding.schema, newest, binding.group_ids, seen),
         )
     if found is not None:
         session.hold(found, "serving" if found.version == newest.version else "behind")
         binding.engine.holds(found.version)
         result = replace(result, from_version=found.version, version=found.version, proofs=("audit",))
     elif start.what == "anchor":
+        try:
+            with session.telemetry.span("compare"):
+                looked = require_order(binding, session.reader, start, session.pool, digests)
+        except PlanError:
+            binding.engine.holds(-1)
+            raise
+        session.telemetry.count("fetched_nbytes", looked.nbytes)
+        result = replace(
+            result,
+            fetched_nbytes=result.fetched_nbytes + looked.nbytes,
+            num_refetched=result.num_refetched + looked.num_refetched,
+        )
         result = advance(session, start, "serving" if start.version == newest.version else "behind", result)
     else:
+        binding.engine.holds(-1)
         raise (NeedsAnchorError if torn else BaseMismatchError)(
             f"{binding.engine.name}: {why}. The chain of run {newest.run!r} starts with the checkpoint of version "
             f"{start.version}, whose bytes are not in the sink; nothing was touched. Load the engine from it and join with "

@@ -14,7 +14,7 @@ from megasync.config import ApplyConfig
 from megasync.errors import SchemaMismatchError
 from megasync.manifest import Manifest
 from megasync.receiver.anchor import anchor_nbytes, prove_anchor, stage_anchor, write_anchor
-from megasync.receiver.apply import Applied, apply, reverse
+from megasync.receiver.apply import Applied, apply, reverse, wake
 from megasync.receiver.backend import Backend, run_all
 from megasync.receiver.bind import Binding
 from megasync.receiver.ledger import Ledger, check_after, check_own
@@ -77,6 +77,23 @@ class Session:
         """Record a version that was just proven. Where the disk refuses, the file still says ``updating``."""
         self.ledger = ledger
         self.status.set(durable=False, state=state, version=ledger.version, manifest=ledger.manifest.digest.hex())
+
+    def held_awake(self, ledger: Ledger, state: State, applied: Applied) -> None:
+        """Record a version that was just written and proven, and that the engine runs on it. *Collective*.
+
+        Raises:
+            BaseException: What ``resume`` raised; the version is held all the same, the status says why it does not serve.
+        """
+        self.hold(ledger, state if applied.error is None else "behind")
+        if (error := wake(self.binding, self.status, ledger.version, lambda: applied.error)) is not None:
+            raise error
+
+    def wake(self) -> None:
+        """Call ``resume`` again where it failed. *Collective*, and nothing where the engine runs."""
+        if self.status.asleep is None:
+            return
+        if (error := wake(self.binding, self.status, self.status.asleep)) is not None:
+            raise error
 
     def require_schema(self, manifest: Manifest) -> None:
         """Refuse publications of another model.
@@ -162,12 +179,14 @@ def advance(session: Session, manifest: Manifest, state: State, result: UpdateRe
     finally:
         session.staged.pop(manifest.digest, None)
     if manifest.what == "delta" and not manifest.num_changed:
-        engine.holds(manifest.version)
+        with vote(engine, f"holding version {manifest.version}"):
+            session.binding.check_alive()
+            engine.holds(manifest.version)
         applied = Applied(0.0, ())
     else:
         applied = _apply(session, proven)
     session.last = proven if session.staged_nbytes + staged.nbytes <= session.config.staged_limit_nbytes else None
-    session.hold(proven.ledger, state)
+    session.held_awake(proven.ledger, state, applied)
     proofs = _DELTA_PROOFS if manifest.what == "delta" else _ANCHOR_PROOFS
     if any(p.blind for p in staged.placed):
         proofs = _BLIND_PROOFS
@@ -211,7 +230,7 @@ def retreat(session: Session, state: State, result: UpdateResult) -> UpdateResul
     session.staged.clear()
     applied = _apply(session, back)
     session.last = None
-    session.hold(back.ledger, state)
+    session.held_awake(back.ledger, state, applied)
     result = _added(session, result, back.ledger.manifest, applied, ("state digests of what was kept", "read-back"))
     return replace(result, num_written=sum(p.num_changed for p in placed))
 
@@ -228,7 +247,7 @@ def _advance_by_stream(session: Session, manifest: Manifest, state: State, resul
         applied, ledger, fetched = write_anchor(
             session.binding, session.reader, manifest, session.status, session.pool, session.clock
         )
-    session.hold(ledger, state)
+    session.held_awake(ledger, state, applied)
     result = _added(session, result, manifest, applied, (*_ANCHOR_PROOFS[:-1], "audit"))
     return replace(
         result,

@@ -23,6 +23,8 @@ from megasync.types import Box, TensorSpec
 PREFIX = "shadow:"
 """What the storage name of a shadow starts with; live names never have a colon in front of a canonical name."""
 
+_SHOWN = 8
+
 
 @dataclass
 class Shadows:
@@ -55,7 +57,9 @@ class Shadows:
         return [d for d in self.derivations if any(self.schema.ids[n] in found for n in d.inputs)]
 
     def inputs(self, derivation: Derivation, live: Tensors) -> dict[str, torch.Tensor]:
-        """Canonical slices that a group reads: views of the shadows, or gathered through the layout.
+        """Canonical slices that a group reads: copies of the shadows, or gathered through the layout.
+
+        Copies, so that a transform that writes what it reads cannot change the canonical bytes.
 
         Args:
             derivation: The group.
@@ -66,7 +70,7 @@ class Shadows:
             tensor_id = self.schema.ids[name]
             spec = self.schema.tensors[tensor_id]
             layout = self.layouts.get(tensor_id)
-            data = self.storages[PREFIX + spec.name] if layout else gather(self.held[tensor_id], live)
+            data = self.storages[PREFIX + spec.name].clone() if layout else gather(self.held[tensor_id], live)
             shape = (layout or self.held[tensor_id]).slice_shape
             out[name] = data.view(TORCH_DTYPES[spec.dtype]).view(shape if spec.shape else ())
         return out
@@ -75,10 +79,27 @@ class Shadows:
         """New values of a group's outputs, in fresh memory.
 
         Raises:
-            BaseMismatchError: The transform did not give exactly the outputs it promised.
+            BaseMismatchError: The transform failed, wrote its inputs, or did not give exactly the tensors it promised.
+            PlanError: The transform raised it.
         """
-        with torch.no_grad():
-            found = dict(derivation.derive(self.inputs(derivation, live)))
+        inputs = self.inputs(derivation, live)
+        versions = {n: t._version for n, t in inputs.items()}
+        who = f"derivation {derivation.name} of {', '.join(derivation.inputs[:_SHOWN])}"
+        try:
+            with torch.no_grad():
+                found = dict(derivation.derive(inputs))
+        except PlanError as e:
+            raise PlanError(f"{who}: {e}") from e
+        except Exception as e:
+            raise BaseMismatchError(f"{who} failed with {type(e).__name__}: {e}; fix the adapter") from e
+        if written := [n for n, t in inputs.items() if t._version != versions[n]]:
+            raise BaseMismatchError(
+                f"{who} wrote its input {', '.join(written)}: fix the adapter, it must write nothing"
+            )
+        if odd := [n for n, t in found.items() if not isinstance(t, torch.Tensor)]:
+            raise BaseMismatchError(
+                f"{who} gave {type(found[odd[0]]).__name__} for {odd[0]}, not a tensor: fix the adapter"
+            )
         if found.keys() != set(derivation.outputs):
             raise BaseMismatchError(
                 f"derivation {derivation.name} gave {sorted(found)}, promised {sorted(derivation.outputs)}: fix the adapter"
@@ -131,7 +152,7 @@ class Shadows:
         """Fill the shadows from live tensors where the transform can be turned around, else from the engine's seed.
 
         Raises:
-            PlanError: Listing the tensors that neither gives.
+            PlanError: Listing the tensors that neither gives, or naming the derivation that failed.
         """
         tensors = engine.tensors()
         lost: list[str] = []
@@ -139,8 +160,14 @@ class Shadows:
             mine = [n for n in d.inputs if self.schema.ids[n] in self.layouts]
             recovered: Mapping[str, torch.Tensor] = {}
             if mine and d.recover is not None:
-                with torch.no_grad():
-                    recovered = d.recover({n: tensors[n].detach() for n in d.outputs})
+                try:
+                    with torch.no_grad():
+                        recovered = dict(d.recover({n: tensors[n].detach() for n in d.outputs}))
+                except Exception as e:
+                    raise PlanError(
+                        f"derivation {d.name}: recovering {', '.join(mine[:_SHOWN])} from live "
+                        f"{', '.join(d.outputs[:_SHOWN])} failed with {type(e).__name__}: {e}; fix the adapter"
+                    ) from e
             for name in mine:
                 spec = self.schema.tensors[self.schema.ids[name]]
                 layout = self.layouts[self.schema.ids[name]]

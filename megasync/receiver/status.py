@@ -58,11 +58,22 @@ class StatusFile:
 
     Raises:
         FormatError: The file is there but cannot be read: treat the engine as torn, load an anchor or remove the file.
-        ValueError: The file is of another run.
+        ValueError: The file is of another run, is a directory, or its directory does not exist.
+
+    Attributes:
+        path: The file.
+        found: What it said when it was opened.
+        now: The status.
+        asleep: Version that the engine's ``resume`` failed for, None while it is awake; of this process only.
     """
 
-    def __init__(self, run: str, path: Path | None = None) -> None:
+    def __init__(self, run: str, path: Path | str | None = None) -> None:
+        path = None if path is None else Path(path)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            fault = "is a directory" if path.is_dir() else f"cannot be written: there is no directory {path.parent}"
+            raise ValueError(f"status file {path} {fault}: give each rank a file of its own in a directory that exists")
         self.path = path
+        self.asleep: int | None = None
         self.found = _read(path) if path is not None and path.exists() else None
         if self.found is not None and self.found.run != run:
             raise ValueError(

@@ -6,7 +6,9 @@ The same tiles, frames and digests as a trainer would publish. Memory is bounded
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,9 @@ import numpy as np
 from megasync.codecs.choice import check_codec
 from megasync.codecs.planes import LEVEL, LIBRARY
 from megasync.digest import XXH3_128, box_lanes, content_digest
-from megasync.errors import BaseMismatchError, SchemaMismatchError
+from megasync.errors import BaseMismatchError, FormatError, MegasyncError, SchemaMismatchError, SinkConflictError
 from megasync.frames import FrameRecord, make_table
-from megasync.manifest import Head, Manifest, payload_key
+from megasync.manifest import Head, Manifest, check_run, decode_manifest, manifest_key, payload_key
 from megasync.schema import Schema, make_schema, require_same
 from megasync.sinks.base import Sink
 from megasync.types import Lanes
@@ -24,11 +26,13 @@ from megasync.versions.anchor import publish_checkpoint
 from megasync.versions.changes import TileChange, compact, cut_frames, mask_frame
 from megasync.versions.checkpoint import Checkpoint, specs_of
 from megasync.versions.encode import encode_one
-from megasync.versions.head import claim, move_head, write_manifest
+from megasync.versions.head import claim_seen, look, move_head, write_manifest
 from megasync.versions.lineage import Lineage, start_lineage
 from megasync.versions.publication import PublicationReader
 
 _CREATE_S = 7 * 86_400.0  # the payload is made while it is written, and that takes as long as it takes
+_STALE_S = 6 * 3600.0  # what a writer has not touched for so long, it left behind
+_ATTEMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,17 @@ class DiffResult:
 
 
 def schema_of(run: str, checkpoint: Checkpoint) -> Schema:
-    """The schema of a checkpoint by naming convention."""
-    return make_schema(run, specs_of(checkpoint))
+    """The schema of a checkpoint by naming convention.
+
+    Raises:
+        ValueError: The run's name cannot be part of a key.
+        FormatError: The checkpoint has tensors that the format cannot carry.
+    """
+    check_run(run)
+    try:
+        return make_schema(run, specs_of(checkpoint))
+    except ValueError as e:
+        raise FormatError(f"{checkpoint.path} cannot be published: {e}; nothing was written") from e
 
 
 def state_sums(schema: Schema, checkpoint: Checkpoint) -> np.ndarray:
@@ -86,25 +99,23 @@ def diff(base_dir: Path, new_dir: Path, sink: Sink, *, run: str = "run", codec: 
         codec: Codec name or ``auto``.
 
     Raises:
+        FormatError: A checkpoint is broken, or has tensors that the format cannot carry; nothing was written.
         SchemaMismatchError: The two are not one model, or not the run's.
         BaseMismatchError: The run's head is not the base.
+        SinkConflictError: Another publisher has the run; what this one wrote of the new version was removed.
     """
     check_codec(codec)
     with Checkpoint(base_dir) as base, Checkpoint(new_dir) as new:
         schema = schema_of(run, base)
         _require_same_model(schema, base, new)
         lineage = _lineage(schema, base, sink, run)
-        head, version = lineage.head, lineage.version + 1
         payload = _Payload(schema, base, new, codec)
-        key = payload_key(run, version, head.fence, 0)
-        first = next(payload, None)
-        nbytes = sink.create(key, _chain(first, payload), timeout_s=_CREATE_S) if first is not None else 0
-        manifest, lineage = _manifest(schema, lineage, payload, version, nbytes)
-        write_manifest(sink, manifest)
-        move_head(sink, head, manifest)
+        manifest, nbytes = _publish(sink, lineage, payload)
+    with suppress(MegasyncError, ValueError):
+        sink.sweep(min_age_s=_STALE_S)
     return DiffResult(
         run,
-        version,
+        manifest.version,
         manifest.base_version,
         manifest.num_changed,
         payload.changed_nbytes / max(schema.nbytes, 1),
@@ -129,23 +140,70 @@ def _require_same_model(schema: Schema, base: Checkpoint, new: Checkpoint) -> No
         )
 
 
+def root_of_sums(schema: Schema, sums: np.ndarray) -> bytes:
+    """Root digest of a checkpoint by its digest sums."""
+    return content_digest(start_lineage(schema, Head(schema.run, 0, 0, b"", 0), sums).states.tobytes(), XXH3_128)
+
+
 def _lineage(schema: Schema, base: Checkpoint, sink: Sink, run: str) -> Lineage:
-    """Claim the run; its head must be the base, which a fresh run gets as version 0."""
+    """Claim the run; its head must be the base, which a fresh run gets as version 0.
+
+    Only a head that is still the one that was looked at is claimed: who can not go on must not fence off who can.
+    """
     reader = PublicationReader(sink, run)
-    newest = reader.newest()
-    if newest is not None:
-        require_same(schema, reader.schema(newest.schema_digest))
-    sums = state_sums(schema, base)
-    if newest is not None:
-        root = content_digest(start_lineage(schema, Head(run, 0, 0, b"", 0), sums).states.tobytes(), XXH3_128)
-        if root != newest.root:
+    sums: np.ndarray | None = None
+    for _ in range(_ATTEMPTS):
+        seen = look(sink, run)
+        at = seen.head
+        newest = reader.manifest(at.version, at.epoch, at.digest) if at.version >= 0 else None
+        if newest is not None:
+            require_same(schema, reader.schema(newest.schema_digest))
+        if sums is None:
+            sums = state_sums(schema, base)
+        if newest is not None and (root := root_of_sums(schema, sums)) != newest.root:
             raise BaseMismatchError(
                 f"run {run!r} is at version {newest.version} with root {newest.root.hex()}, {base.path} has root "
                 f"{root.hex()}: give the checkpoint of that version as base (megasync apply makes it), or another --run"
             )
-    head = claim(sink, run)
-    lineage = start_lineage(schema, head, sums)
-    return lineage if newest is not None else publish_checkpoint(sink, lineage)
+        try:
+            lineage = start_lineage(schema, claim_seen(sink, seen), sums)
+        except SinkConflictError:
+            continue
+        return lineage if newest is not None else publish_checkpoint(sink, lineage)
+    raise SinkConflictError(f"run {run!r}: its head moved {_ATTEMPTS} times in a row: other publishers have the run")
+
+
+def _publish(sink: Sink, lineage: Lineage, payload: _Payload) -> tuple[Manifest, int]:
+    """Payload, manifest, head; where the version will surely never be published, nothing of it is left."""
+    run, version = lineage.schema.run, lineage.version + 1
+    mine: list[str] = []
+    try:
+        nbytes = 0
+        if (first := next(payload, None)) is not None:
+            mine.append(payload_key(run, version, lineage.head.fence, 0))
+            nbytes = sink.create(mine[-1], chain((first,), payload), timeout_s=_CREATE_S)
+        manifest = _manifest(lineage, payload, version, nbytes)
+        decode_manifest(manifest.encoded, lineage.schema, digest=manifest.digest)
+        mine.append(manifest_key(run, version, manifest.epoch))
+        write_manifest(sink, manifest)
+    except SinkConflictError:
+        _remove(sink, mine[:-1])  # the last one exists and is another publisher's
+        raise
+    except BaseException:
+        _remove(sink, mine)
+        raise
+    try:
+        move_head(sink, lineage.head, manifest)
+    except SinkConflictError:
+        _remove(sink, mine)
+        raise
+    return manifest, nbytes
+
+
+def _remove(sink: Sink, keys: list[str]) -> None:
+    for key in keys:
+        with suppress(MegasyncError, ValueError):
+            sink.delete(key)
 
 
 class _Payload(Iterator[bytes]):
@@ -186,14 +244,12 @@ def _changed_tiles(schema: Schema, base: Checkpoint, new: Checkpoint) -> Iterato
                 yield TileChange(tensor_id, tile, index, old[index], now[index])
 
 
-def _manifest(
-    schema: Schema, lineage: Lineage, payload: _Payload, version: int, nbytes: int
-) -> tuple[Manifest, Lineage]:
-    after = lineage.after(payload.change)
+def _manifest(lineage: Lineage, payload: _Payload, version: int, nbytes: int) -> Manifest:
+    schema, after = lineage.schema, lineage.after(payload.change)
     table = make_table(payload.records)
     touched = np.unique(table.runs["tensor_id"]).astype("<u4")
     states = after.states
-    manifest = Manifest(
+    return Manifest(
         what="delta",
         run=schema.run,
         epoch=lineage.head.fence,
@@ -211,9 +267,3 @@ def _manifest(
         outer=f"{LIBRARY} level {LEVEL}",
         info={"density": payload.changed_nbytes / max(schema.nbytes, 1)},
     )
-    return manifest, after
-
-
-def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest

@@ -79,7 +79,8 @@ class VerifyReport:
         frames: Frames read and decoded.
         nbytes: Stored bytes read.
         faults: What is wrong; empty for a whole run.
-        orphans: Keys that no head chain names (garbage of dead epochs); no fault.
+        orphans: Keys that no head chain names (garbage of dead epochs), and what writers that were killed more than an hour
+            ago left half-written; no fault.
         complete: The chain starts at an anchor or a checkpoint.
     """
 
@@ -119,7 +120,7 @@ def verify(sink: Sink, run: str, *, key: bytes | None = None) -> VerifyReport:
             report.faults.append(f"version {m.version}: {e}")
         _read_frames(reader, m, states, report)
     reached = {k for m in manifests for k in _keys_of(m)}
-    report.orphans = [k for k in sink.keys(run) if k not in reached and "/v" in k]
+    report.orphans = [k for k in sink.keys(run) if k not in reached and "/v" in k] + sink.leftovers(run)
     return report
 
 

@@ -7,22 +7,20 @@ appears under its name only when every digest was compared. Memory is bounded by
 from __future__ import annotations
 
 import mmap
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megasync.digest import XXH3_128, content_digest, state_digest
+from megasync.digest import state_digest
 from megasync.errors import BaseMismatchError, FormatError, NeedsAnchorError, SchemaMismatchError
-from megasync.manifest import Head, Manifest
+from megasync.manifest import Manifest
 from megasync.schema import Schema, runs_of_equal
 from megasync.sinks.base import Sink
-from megasync.tools.diff import state_sums
+from megasync.tools.copying import copy, listing_of, made_whole
+from megasync.tools.diff import root_of_sums, state_sums
 from megasync.types import WORD_DTYPES, Entries, Lanes
 from megasync.versions.checkpoint import Checkpoint, StoredTensor, checkpoint_files, read_header
-from megasync.versions.lineage import start_lineage
 from megasync.versions.publication import PublicationReader
 
 
@@ -53,7 +51,8 @@ def rebuild(
     """Rebuild the checkpoint of a version.
 
     Args:
-        base_dir: A checkpoint of any version of the run; where the run has an anchor, any checkpoint of its tensors.
+        base_dir: A checkpoint of the wanted version or an earlier one; where the run starts with an anchor, any checkpoint of
+            its tensors. Its other files (configuration, tokenizer) are copied along.
         sink: Where the run is.
         out_dir: New directory; must not exist.
         run: Name of the run.
@@ -61,42 +60,39 @@ def rebuild(
         key: Shared key of signed manifests.
 
     Raises:
-        BaseMismatchError: The base is no version of the run, and there is no anchor.
-        FormatError, RefetchError: The publications are damaged; nothing appears under ``out_dir``.
+        BaseMismatchError: The base is no version of the run or a later one than is wanted, and there is no anchor.
+        FormatError, RefetchError: The publications are damaged, or the base holds what cannot be copied; nothing appears
+            under ``out_dir``.
+        RetryError: An object of the run is not in the sink, which may pass.
         FileExistsError: ``out_dir`` exists.
     """
-    if out_dir.exists():
+    if out_dir.exists() or out_dir.is_symlink():
         raise FileExistsError(f"{out_dir} exists: give a new directory for --out")
     reader = PublicationReader(sink, run, key)
-    manifests = _chain(reader, run, version)
+    manifests, later = _chain(reader, run, version)
     wanted = manifests[-1]
     schema = reader.schema(wanted.schema_digest)
     with Checkpoint(base_dir) as base:
         _require_tensors(schema, base)
-        start, anchored = _start_of(schema, base, manifests)
-    partial = out_dir.with_name(out_dir.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        _copy(base_dir, partial)
+        start, anchored = _start_of(schema, base, manifests, later)
+    applied, listing = manifests[start:], listing_of(base_dir)
+    with made_whole(out_dir) as partial:
+        copy(listing, partial)
         if anchored:
             _zero(partial, schema)
         writer = _Writer(partial, schema)
-        applied = manifests[start:]
         for manifest in applied:
             for _, entries in reader.entries(manifest):
                 writer.xor(entries)
         with Checkpoint(partial) as made:
             _compare(schema, made, wanted)
-        partial.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     base_version = -1 if anchored else manifests[start - 1].version
     total = sum(m.payload_total_nbytes for m in applied)
     return RebuildResult(run, wanted.version, base_version, len(applied), total, wanted.root.hex())
 
 
-def _chain(reader: PublicationReader, run: str, version: int | None) -> list[Manifest]:
+def _chain(reader: PublicationReader, run: str, version: int | None) -> tuple[list[Manifest], list[Manifest]]:
+    """Manifests up to the wanted version, oldest first, and those after it."""
     newest = reader.newest()
     if newest is None:
         raise NeedsAnchorError(f"run {run!r} has no publication in {reader.sink.describe()}; check --run and --sink")
@@ -104,13 +100,13 @@ def _chain(reader: PublicationReader, run: str, version: int | None) -> list[Man
         raise ValueError(f"version {version} of run {run!r} does not exist: its head is at {newest.version}")
     manifests = reader.chain(newest)
     if version is None:
-        return manifests
+        return manifests, []
     upto = [m for m in manifests if m.version <= version]
     if not upto or upto[-1].version != version:
         raise ValueError(
             f"version {version} of run {run!r} is no durable version; it has {[m.version for m in manifests]}"
         )
-    return upto
+    return upto, manifests[len(upto) :]
 
 
 def _require_tensors(schema: Schema, base: Checkpoint) -> None:
@@ -130,43 +126,24 @@ def _require_tensors(schema: Schema, base: Checkpoint) -> None:
         )
 
 
-def _start_of(schema: Schema, base: Checkpoint, manifests: list[Manifest]) -> tuple[int, bool]:
+def _start_of(schema: Schema, base: Checkpoint, manifests: list[Manifest], later: list[Manifest]) -> tuple[int, bool]:
     """Index of the first manifest to apply, and whether an anchor replaces the base."""
-    states = start_lineage(schema, Head(schema.run, 0, 0, b"", 0), state_sums(schema, base)).states
-    root = content_digest(states.tobytes(), XXH3_128)
+    root = root_of_sums(schema, state_sums(schema, base))
     for i in range(len(manifests) - 1, -1, -1):
         if manifests[i].root == root:
             return i + 1, False
     if manifests[0].what == "anchor":
         return 0, True
+    beyond = [m.version for m in later if m.root == root]
+    if beyond:
+        raise BaseMismatchError(
+            f"{base.path} is version {beyond[0]} of run {schema.run!r}, version {manifests[-1].version} is wanted: apply moves "
+            f"forward only; give a checkpoint of version {manifests[-1].version} or earlier. Nothing was written"
+        )
     listed = ", ".join(f"{m.version}: {m.root.hex()}" for m in manifests[:8])
     raise BaseMismatchError(
         f"{base.path} has root {root.hex()}, which is no version of run {schema.run!r} ({listed}); nothing was written"
     )
-
-
-def _copy(base_dir: Path, out: Path) -> None:
-    """Copy the whole checkpoint directory (or the one file), tokenizer and configuration included; holes stay holes."""
-    if base_dir.is_dir():
-        shutil.copytree(base_dir, out, copy_function=_copy_file)
-    else:
-        out.mkdir(parents=True)
-        _copy_file(base_dir, out / base_dir.name)
-
-
-def _copy_file(source: Path | str, target: Path | str) -> None:
-    with Path(source).open("rb") as a, Path(target).open("xb") as b:
-        size = os.fstat(a.fileno()).st_size
-        b.truncate(size)
-        at = 0
-        while at < size:
-            try:
-                start = os.lseek(a.fileno(), at, os.SEEK_DATA)
-            except OSError:  # no data behind ``at``: the rest is a hole
-                return
-            at = os.lseek(a.fileno(), start, os.SEEK_HOLE)
-            while start < at:
-                start += os.copy_file_range(a.fileno(), b.fileno(), min(at - start, 1 << 26), start, start)
 
 
 def _zero(out: Path, schema: Schema) -> None:
@@ -216,8 +193,7 @@ class _Writer:
 
 def _compare(schema: Schema, made: Checkpoint, wanted: Manifest) -> None:
     sums = state_sums(schema, made)
-    states = start_lineage(schema, Head(schema.run, 0, 0, b"", 0), sums).states
-    if content_digest(states.tobytes(), XXH3_128) == wanted.root:
+    if root_of_sums(schema, sums) == wanted.root:
         return
     wrong = []
     for tensor_id, state in zip(wanted.touched_ids.tolist(), wanted.new_states, strict=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megasync.codecs.choice import check_codec
-from megasync.config import OnError, PublishConfig, WhenFull
+from megasync.config import OnError, PublishConfig, WhenFull, config_of
 from megasync.manifest import check_run
 from megasync.sinks.base import Sink
 from megasync.telemetry import Telemetry
@@ -94,10 +94,7 @@ class MegasyncCallback:
             )
         if not hasattr(self.sink, "create"):
             raise TypeError(f"MegasyncCallback got a {type(self.sink).__name__} for its sink: use open_sink(url)")
-        if not isinstance(self.config, PublishConfig):
-            raise TypeError(
-                f"MegasyncCallback got a {type(self.config).__name__} for its config: use PublishConfig(...)"
-            )
+        self.config = config_of(PublishConfig, self.config)
         self.base = None if self.base is None else Path(self.base)
         check_run(self.config.run)
         check_codec(self.config.codec)

@@ -134,8 +134,8 @@ class InFlight:
             elif lost is not None or (not (drain and left) and not (wait_for_room and left >= self.limit)):
                 return self._take(settled, lost)
             config = self.publishing.config
-            # The worker itself gives up what cannot have landed; the rest is for one that does not come back at all.
-            if agreed.stuck or agreed.waited_s > config.give_up_s + _GRACE * config.timeout_s:
+            # The worker itself gives up what cannot have landed; the grace is for one that does not come back at all.
+            if agreed.waited_s > config.give_up_s + (0 if agreed.stuck else _GRACE * config.timeout_s):
                 raise RetryError(
                     f"versions {[f.version for f in self.flights]} of run {self.publishing.schema.run!r} are neither "
                     f"durable nor failed (give_up_s {config.give_up_s:g}): "

@@ -14,7 +14,7 @@ crosses ranks. Must not import adapters or receiver.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from megasync.errors import NonFiniteError, PlanError
 from megasync.quant.blocks import check_box
-from megasync.quant.checkpoint import FUSED_PARTNERS, Member, QuantisedWeight, QuantRule, select
+from megasync.quant.checkpoint import FUSED_PARTNERS, Member, QuantisedWeight, select
 from megasync.quant.exchange import exchange_amax
 from megasync.quant.jobs import Owned, jobs_of
 from megasync.quant.passes import Job, Passes, ScalarJob
+from megasync.quant.rules import QuantRule, require_used
 from megasync.trainer.exporter import Exporter, Piece
 from megasync.types import DTYPE_NBYTES, Box, TensorSpec
 
@@ -41,10 +42,14 @@ class QuantisedExporter(Exporter):
         rules: Which weights take which formula; the first match wins, the rest pass through.
         group: Process group of all ranks of the run for the exchange of amaxes, its own; None: this rank is alone.
         partners: Module names that share a global scale.
+        input_scales: Static activation scales by canonical name (``....input_scale``, or ``....input_global_scale``), for the
+            weights whose rule has ``input_scale``: float32, one element, any device; read from the checkpoint that the
+            engines load. They are frozen: in the root, never published.
 
     Raises:
-        PlanError: Listing every weight that the rules cannot hold (``pieces``: every piece that cuts a block).
-        ValueError: An unknown formula id.
+        PlanError: Listing every weight that the rules cannot hold (``pieces``: every piece that cuts a block; ``own``: rules
+            that select no weight of any rank), and activation scales that are asked for and not given.
+        ValueError: An activation scale that is no float32 scalar.
     """
 
     settle_always = True
@@ -56,14 +61,17 @@ class QuantisedExporter(Exporter):
         *,
         group: dist.ProcessGroup | None = None,
         partners: Sequence[tuple[str, ...]] = FUSED_PARTNERS,
+        input_scales: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._inner = inner
         self._group = group
         self._sources = inner.specs()
+        self._rules = tuple(rules)
         self._weights = select(self._sources, rules, partners)
         self._members: dict[str, tuple[QuantisedWeight, Member]] = {
             m.spec.name: (w, m) for w in self._weights.values() for m in w.members
         }
+        self._input_scales = _checked_scales(self._members, input_scales or {})
         self._groups: dict[str, int] = {}
         self._passes = Passes([], [], 0, "cpu")
         self._exchange_s = 0.0
@@ -117,11 +125,15 @@ class QuantisedExporter(Exporter):
                 wrong.append(str(e))
                 continue
             for member in weight.members:
-                if member.role == "input" or member.spec.name in scalars:
+                if member.spec.name in scalars:
                     continue
                 if not member.step:  # every piece of the weight would give the same one
                     scalars.add(member.spec.name)
                 box = weight.member_box(member, piece.box)
+                if member.role == "input":
+                    given = self._input_scales[member.spec.name]
+                    out.append(Piece(member.spec.name, box, given.reshape(box.extent), chunk=piece.chunk))
+                    continue
                 data = torch.empty(box.extent, dtype=_TORCH_DTYPES[member.spec.dtype], device="meta")
                 out.append(Piece(member.spec.name, box, data, chunk=piece.chunk))
         if wrong:
@@ -131,8 +143,12 @@ class QuantisedExporter(Exporter):
     def own(self, boxes: Sequence[tuple[str, Box]], specs: Sequence[TensorSpec]) -> list[Piece]:
         """Allocate buffers for the owned quantised boxes; see ``Exporter.own``.
 
+        Raises:
+            PlanError: Boxes in no piece of this rank; on every rank: rules that select no weight of the run.
+
         *Memory*: one arena that belongs to this exporter, which overwrites it in ``settle()``.
         """
+        require_used(self._rules, specs)
         plain = iter(self._inner.own([b for b in boxes if b[0] not in self._members], specs))
         self._groups = {g: i for i, g in enumerate(sorted({s.group for s in specs if s.formula and not s.frozen}))}
         held: dict[str, list[Piece]] = {}
@@ -223,6 +239,23 @@ class QuantisedExporter(Exporter):
             dtype = _TORCH_DTYPES[self._members[name][1].spec.dtype]
             out.append(arenas[device][offset : offset + size].view(dtype).reshape(box.extent))
         return out
+
+
+def _checked_scales(
+    members: Mapping[str, tuple[QuantisedWeight, Member]], given: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The activation scales of this rank's weights, on the host."""
+    wanted = [name for name, (_, m) in members.items() if m.role == "input"]
+    if lost := [n for n in wanted if n not in given]:
+        raise PlanError(
+            f"rules with input_scale ask for {len(lost)} activation scales that are not given: {', '.join(lost[:20])}; read "
+            "them from the checkpoint that the engines load and pass input_scales=, or leave input_scale out where the engine "
+            "does not load them"
+        )
+    for name in wanted:
+        if not isinstance(given[name], torch.Tensor) or given[name].dtype != torch.float32 or given[name].numel() != 1:
+            raise ValueError(f"activation scale {name} must be a float32 tensor of one element, got {given[name]!r}")
+    return {n: given[n].detach().cpu().clone() for n in wanted}
 
 
 def _covers(whole: Box, part: Box, member: Member) -> bool:

@@ -54,23 +54,28 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     Raises:
         FormatError: Naming the file and the tensor.
     """
+    if not file.is_file():
+        # Opening a FIFO would wait for its writer for ever.
+        raise FormatError(f"{file}: no regular file, or a link that leads nowhere; give safetensors files")
     size = file.stat().st_size
     with file.open("rb") as f:
         prefix = f.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_NBYTES, size - 8):
             raise FormatError(f"{file.name}: header of {length} bytes in a file of {size}; not a safetensors file")
-        try:
-            header = json.loads(f.read(length))
-            metadata = dict(header.pop("__metadata__", None) or {})
-            items = [_item(name, row) for name, row in header.items()]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise FormatError(f"{file.name}: unreadable header: {e}") from e
+        header = _json_object(f.read(length), f"{file.name}: header")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise FormatError(f"{file.name}: __metadata__ is {_kind_of(metadata)}, expected an object")
+    try:
+        items = [_item(name, row) for name, row in header.items()]
+    except FormatError as e:
+        raise FormatError(f"{file.name}: unreadable header: {e}") from e
     out: dict[str, StoredTensor] = {}
     at = 0
     for name, dtype, shape, start, stop in sorted(items, key=lambda t: (t[3], t[4])):
         if dtype not in DTYPE_NBYTES:
-            raise FormatError(f"{file.name}: {name} has dtype {dtype}; known: {', '.join(DTYPE_NBYTES)}")
+            raise FormatError(f"{file.name}: {name} has dtype {dtype!r:.60}; known: {', '.join(DTYPE_NBYTES)}")
         if start != at or stop < start or min(shape, default=0) < 0:
             raise FormatError(f"{file.name}: {name} lies at {start}..{stop}, expected to start at {at}")
         bits = prod(shape) * SUB_BYTE_BITS.get(dtype, 8 * DTYPE_NBYTES[dtype])
@@ -87,9 +92,43 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return out, metadata
 
 
-def _item(name: str, row: dict[str, Any]) -> tuple[str, str, tuple[int, ...], int, int]:
-    start, stop = map(int, row["data_offsets"])
-    return str(name), str(row["dtype"]), tuple(map(int, row["shape"])), start, stop
+def _json_object(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object; FormatError for what is none, however broken it is."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{what} is unreadable: {e}") from e
+    if not isinstance(found, dict):
+        raise FormatError(f"{what} is unreadable: {_kind_of(found)}, expected an object")
+    return found
+
+
+def _kind_of(value: object) -> str:
+    """What a JSON value is, in words."""
+    words = {type(None): "null", list: "a list", dict: "an object", str: "text", bool: "true or false"}
+    return words.get(type(value), "a number")
+
+
+def _item(name: str, row: Any) -> tuple[str, str, tuple[int, ...], int, int]:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"tensor name {name!r:.120} has a surrogate, which no UTF-8 has") from None
+    if not isinstance(row, dict):
+        raise FormatError(f"{name}: {_kind_of(row)}, expected an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = row.get("dtype"), _numbers(row, name, "shape"), _numbers(row, name, "data_offsets")
+    if not isinstance(dtype, str):
+        raise FormatError(f"{name}: dtype is {_kind_of(dtype)}, expected text")
+    if len(offsets) != 2:
+        raise FormatError(f"{name}: data_offsets has {len(offsets)} numbers, expected where the tensor starts and ends")
+    return name, dtype, shape, offsets[0], offsets[1]
+
+
+def _numbers(row: dict[str, Any], name: str, key: str) -> tuple[int, ...]:
+    found = row.get(key)
+    if not isinstance(found, list) or not all(type(x) is int for x in found):
+        raise FormatError(f"{name}: {key} is no list of whole numbers")
+    return tuple(found)
 
 
 def _words(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
@@ -196,12 +235,12 @@ def checkpoint_files(path: Path) -> list[Path]:
         return [path]
     index = path / INDEX
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise FormatError(f"{index.name} of {path.name} is unreadable: {e}") from e
+        found = _json_object(index.read_bytes(), f"{index.name} of {path.name}").get("weight_map")
+        if not found or not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+            raise FormatError(f"{index.name} of {path.name} has no weight_map of tensor names to file names")
+        names = sorted(set(found.values()))
         for name in names:
-            if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            if Path(name).name != name or not (path / name).is_file():
                 raise FormatError(f"{index.name} of {path.name} names the file {name!r}, which is not in the directory")
         return [path / name for name in names]
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []

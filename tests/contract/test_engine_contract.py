@@ -168,3 +168,54 @@ def test_the_suite_finds_engines_that_break_the_contract() -> None:
 
     with pytest.raises(Exception, match="experts"):
         CHECKS[1](EngineCase(good.schema, good.words, wrong_place))
+
+
+class Stale:
+    """Engines that hold the weights once more: outside what updates write, or outside what is told."""
+
+    def __init__(self, kind: str) -> None:
+        self.good, self.kind = moe(), kind
+
+    def load(self, words: Words) -> Engine:
+        engine = self.good.load(words)
+        live = engine.live  # type: ignore[attr-defined]
+        packed: list[bytes] = []
+
+        def output() -> bytes:
+            if not packed:
+                packed.append(live["w13"].numpy().tobytes())
+            seen = packed[0] if self.kind == "packed" else live["w13"].numpy().tobytes()
+            rest = [live[n].numpy().tobytes() for n in ("embed", "w2", "layers.0.norm", "layers.0.scale")]
+            return seen + b"".join(rest[1:] if self.kind == "unread" else rest)
+
+        engine.output = output  # type: ignore[attr-defined]
+        if self.kind == "transpose":
+            live["embed.t"] = live["embed"].view(50, 24).t().contiguous()
+        if self.kind in ("noise", "right"):
+            live["noise"], live["zeros"] = torch.randn(7), torch.zeros(3)
+        return engine
+
+
+def failed(kind: str) -> set[str]:
+    out = set()
+    for check in CHECKS:
+        stale = Stale(kind)
+        try:
+            check(EngineCase(stale.good.schema, stale.good.words, stale.load))
+        except AssertionError:
+            out.add(check.__name__)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("right", set()),
+        ("noise", set()),
+        ("transpose", {"check_no_live_tensor_is_left_behind"}),
+        ("packed", {"check_observation_follows_the_weights"}),
+        ("unread", {"check_weights_are_what_it_computes_with"}),
+    ],
+)
+def test_the_suite_finds_second_copies_and_packed_ones(kind: str, found: set[str]) -> None:
+    assert failed(kind) == found

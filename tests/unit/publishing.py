@@ -15,11 +15,11 @@ from megasync.codecs.base import EncodedFrame
 from megasync.codecs.registry import codec_by_name
 from megasync.digest import bytes_lanes, content_digest, lanes_to_bytes, state_digest
 from megasync.frames import FrameRecord, make_table
-from megasync.manifest import Head, Manifest, empty_table, root_of, rows_of
+from megasync.manifest import Head, Manifest, empty_table, manifest_key, root_of, rows_of
 from megasync.schema import Schema
 from megasync.sinks.base import Sink
 from megasync.types import DTYPE_NBYTES, WORD_DTYPES, Entries, Lanes, TensorSpec
-from megasync.versions.head import claim, move_head, write_manifest, write_schema, write_state_table
+from megasync.versions.head import claim, move_head, write_schema, write_state_table
 
 Words = Mapping[str, np.ndarray]
 
@@ -169,7 +169,8 @@ class Publisher:
         manifest = self.edit_manifest(manifest)
         if parts:
             self.sink.create(manifest.payload_key(0), parts)
-        write_manifest(self.sink, manifest)
+        # Not by write_manifest, which refuses what a reader would: here it may be edited.
+        self.sink.create(manifest_key(manifest.run, manifest.version, manifest.epoch), [manifest.encoded])
         assert self.head is not None
         self.head = move_head(self.sink, self.head, manifest)
         self.newest, self.words = manifest, {k: v.copy() for k, v in words.items()}

@@ -13,7 +13,7 @@ import torch
 
 import megasync
 from megasync.config import ApplyConfig
-from megasync.errors import BaseMismatchError, NeedsAnchorError, PlanError, UndoneError
+from megasync.errors import BaseMismatchError, PlanError, UndoneError
 from megasync.layout.modes import Layout
 from megasync.receiver.applier import Applier
 from megasync.receiver.engine import Engine
@@ -242,18 +242,21 @@ def test_case_30_a_flush_that_fails_leaves_whole_weights_and_an_engine_that_take
         applier.update()
     assert not applier.ready
     require_words(engine, run.words[1])  # proven before the flush: not torn, not undone half way
+    # The status says which version is live, and why it takes no traffic; a new engine process has no cache to flush.
+    assert (applier.status.state, applier.status.version, applier.version) == ("behind", 1, 1)
+    assert "version 1 is live and proven, but resume() failed (live nodes" in applier.status.reason
     again, _ = caching(run, run.words[1], tmp_path / "s")
     assert not again.ready
-    with pytest.raises(NeedsAnchorError, match="status is updating"):
-        again.join()
-    # The operator who emptied the engine says so; the weights are then found by content.
-    engine.flush_fails = False
-    engine.cache.clear()
-    back = Applier(engine, run.sink, ApplyConfig(workers=1), status_path=tmp_path / "s")
-    assert back.join(reloaded=True).version == 1
-    assert back.ready
+    assert again.join().version == 1
+    # In this one the next update tries the flush again before anything else.
     run.step()
-    assert back.update().versions == (2,)
+    with pytest.raises(RuntimeError, match="live nodes"):
+        applier.update()
+    require_words(engine, run.words[1])
+    engine.flush_fails = False
+    assert applier.update().versions == (2,)
+    assert applier.ready
+    assert engine.flushes == [1, 2]
     require_words(engine, run.words[2])
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.codecs.base import Codec, FrameShape
-from megasync.codecs.choice import encode_frame
+from megasync.codecs.choice import AUTO, check_codec, encode_frame
 from megasync.codecs.dense import ANCHOR_ID, mask_of
 from megasync.codecs.registry import codec_by_id, codec_by_name, codecs
 from megasync.errors import FormatError
@@ -249,3 +249,11 @@ def test_unknown_codecs_are_named() -> None:
         codec_by_name("zip")
     with pytest.raises(FormatError, match="codec id 99"):
         codec_by_id(99)
+
+
+def test_the_codec_of_anchors_cannot_be_chosen_and_auto_can() -> None:
+    assert [check_codec(name) for name in [*NAMES, AUTO]] == [*NAMES, AUTO]
+    for name in ("anchor", "foo", ""):
+        with pytest.raises(ValueError, match=f"codec {name!r} cannot be chosen; take one of .*sparse.*, auto$") as e:
+            check_codec(name)
+        assert "anchor," not in str(e.value)

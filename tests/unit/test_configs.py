@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launch.check import main
 from launch.checks import check
-from launch.compose import CONFIGS, compose
+from launch.compose import CONFIGS, compose, refuse
 from launch.settings import Settings, episodes
 from megasync.codecs.choice import check_codec
 from megasync.config import GatherKind, OnError, SnapshotPlace
@@ -106,10 +109,31 @@ def test_unknown_keys_and_values_fail_when_composed(override: str, words: str) -
         (["parallel.tp=0"], "every size must be at least 1"),
         (["demo.num_prompts=7"], "make demo.num_prompts a multiple of 2"),
         (["demo.num_samples=1"], "at least 2"),
-        (["demo.learn_steps=0"], "learn_steps must be at least 1"),
+        (["demo.learn_steps=0"], "demo.learn_steps=0: must be at least 1"),
         (["model.vocab_size=8"], "the task has 12 tokens"),
         (["model.hf=Qwen3Moe"], "take one of Llama with llama"),
         (["model.num_experts=4"], "experts need Qwen3Moe"),
+        (["publish.codec=foo"], "take one of sparse, stored, zstd"),
+        (["publish.codec=anchor"], "codec 'anchor' cannot be chosen"),
+        (["apply.run=other"], "both ends follow run=demo; set run=<NAME>"),
+        (["publish.run=other"], "both ends follow run=demo; set run=<NAME>"),
+        (["run=a/b"], "run=a/b: run name"),
+        (["demo.digits=0"], "demo.digits=0: must be at least 1"),
+        (["demo.digits=99"], "demo.digits=99: must be at least 1 and at most 32"),
+        (["demo.num_prompts=0"], "demo.num_prompts=0: must be at least 1"),
+        (["demo.seed=-1"], "demo.seed=-1: must be at least 0"),
+        (["demo.patience_s=-1"], "demo.patience_s=-1.0: must be"),
+        (["demo.patience_s=nan"], "demo.patience_s=nan: must be"),
+        (["demo.learn_lr=inf"], "demo.learn_lr=inf: must be"),
+        (["demo.show_every=0"], "demo.show_every=0: must be at least 1"),
+        (["model.num_groups=3", "parallel=dp2"], "num_heads=4 is not a multiple of model.num_groups=3"),
+        (["model.hidden_size=0"], "model.hidden_size=0: every size must be at least 1"),
+        (["model.num_groups=0"], "model.num_groups=0: every size must be at least 1"),
+        (["model.head_dim=15"], "model.head_dim=15: rotary"),
+        (["model.init_std=nan"], "model.init_std=nan: a deviation above 0"),
+        (["model=tiny_moe", "parallel=ep2", "model.top_k=5"], "model.top_k=5 with num_experts=4"),
+        (["engine.backend=foo"], "engine.backend=foo: on the CPU take one of auto, cpu, mask"),
+        (["engine.backend=scatter"], "on the CPU take one of auto, cpu, mask"),
     ],
 )
 def test_case_72_combinations_that_cannot_work_are_refused_with_the_fix(overrides: list[str], fix: str) -> None:
@@ -164,3 +188,46 @@ def test_settings_are_documented() -> None:
     ):
         missing = [f for f in cls.__dataclass_fields__ if f"    {f}: " not in (cls.__doc__ or "")]
         assert not missing, (cls.__name__, missing)
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("publish.timeout_s=nan", "timeout_s is nan, expected seconds"),
+        ("publish.sign_key=TEXT", "set sign_key=<TEXT>, which both ends take"),
+        ("demo.digitz=3", "did you mean demo.digits"),
+        ("demo.digits=99", "must be at least 1 and at most 32"),
+        ("model=nope", "Available options in 'model': tiny_llama tiny_moe tiny_qwen3"),
+    ],
+)
+def test_every_process_refuses_a_command_line_with_one_line(override: str, fix: str) -> None:
+    for world_size in (None, 4):  # rollout.py, and a rank of train.py
+        told = refuse([override], world_size)
+        assert fix in told
+        assert "\n" not in told
+    assert refuse([override, "--help"]) == ""
+    assert refuse([]) == ""
+    assert "parallel.ranks=4, but 2 ranks were started" in refuse([], 2)
+
+
+@pytest.mark.parametrize("script", ["rollout.py", "train.py"])
+def test_a_process_that_cannot_run_says_so_without_a_traceback(script: str, tmp_path: Path) -> None:
+    path = Path(__file__).resolve().parents[2] / "launch" / script
+    done = subprocess.run(
+        [sys.executable, str(path), "demo.digits=0", f"out={tmp_path}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "failed: this configuration cannot run: demo.digits=0: must be at least 1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_key_signs_on_both_ends() -> None:
+    s = check(compose(["sign_key=hello"]))
+    assert (s.publish.sign_key, s.apply.sign_key) == (b"hello", b"hello")
+    assert check(compose([])).publish.sign_key == b""

@@ -11,7 +11,9 @@ from megasync.errors import FormatError, RefetchError, SchemaMismatchError
 from megasync.frames import FrameRecord, make_table, read_table
 from megasync.manifest import Head, Manifest, check_run, decode_head, decode_manifest, root_of, rows_of
 from megasync.schema import Schema, decode_schema, make_schema, require_same
+from megasync.sinks.memory import MemorySink
 from megasync.types import TensorSpec
+from megasync.versions.head import write_manifest
 
 
 def schema() -> Schema:
@@ -87,11 +89,81 @@ def test_schema_round_trip_and_digest() -> None:
         (TensorSpec("x", "BF16", (4,), block=(1, 1)), "block"),
         (TensorSpec("lm_head", "BF16", (4,)), "appears twice"),
         (TensorSpec("x\0y", "BF16", (4,)), "NUL"),
+        (TensorSpec("x" * 513, "BF16", (4,)), "has 513 characters, at most 512"),
+        (TensorSpec("x", "BF16", (4,), aliases=("y" * 513,)), "has 513 characters, at most 512"),
+        (TensorSpec("x\ud800", "BF16", (4,)), "surrogate"),
+        (TensorSpec("x", "BF16", (4,), group="\ud800"), "surrogate"),
+        (TensorSpec("x", "BF16", (1 << 62, 1 << 62, 0)), "x has shape"),
+        (TensorSpec("x", "BF16", (1 << 64, 0)), "x has shape"),
+        (TensorSpec("x", "BF16", (-1,)), "x has shape"),
+        (TensorSpec("x", "BF16", (1,) * 9), "x has shape"),
+        (TensorSpec("x", "BF16", (4,), block=(0,)), "x has block"),
+        (TensorSpec("x", "BF16", (4,), layer=1 << 31), "x has layer"),
+        (TensorSpec("x", "BF16", (4,), layer=-2), "x has layer"),
+        (TensorSpec("x", "BF16", (np.int64(4),)), "no reader would take it"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_schema_is_refused_with_the_tensor(spec: TensorSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_schema("r", [*schema().tensors, spec])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(max_size=3) | st.sampled_from(["a" * 512, "a" * 513, "\ud800"]),
+    st.lists(st.sampled_from([-1, 0, 1, 5, (1 << 48), (1 << 48) + 1, 1 << 62, 1 << 64]), max_size=9),
+    st.sampled_from([-2, -1, 0, (1 << 31) - 1, 1 << 31]),
+    st.lists(st.sampled_from([0, 1, 16, 1 << 20, (1 << 20) + 1]), max_size=3),
+)
+def test_what_is_made_is_what_a_reader_takes(name: str, shape: list[int], layer: int, block: list[int]) -> None:
+    spec = TensorSpec(name, "U8", tuple(shape), layer=layer, block=tuple(block))
+    try:
+        made = make_schema("r", [spec])
+    except ValueError:
+        made = None
+    if made is None:
+        try:
+            encoded = Schema("r", (spec,)).encoded
+        except (ValueError, OverflowError):
+            return
+        with pytest.raises(FormatError):
+            decode_schema(encoded)
+    else:
+        assert decode_schema(made.encoded, digest=made.digest) == made
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_newer_documents_say_to_upgrade(extra: bool) -> None:
+    """Whether or not a newer format has keys that this one does not know."""
+
+    def newer(data: bytes) -> bytes:
+        fields = msgspec.msgpack.decode(data)
+        return msgspec.msgpack.encode({**fields, "format": 2, **({"more": [1]} if extra else {})})
+
+    s = schema()
+    with pytest.raises(FormatError, match=r"schema document is of format 2, .* reads format 1.*upgrade megasync"):
+        decode_schema(newer(s.encoded))
+    signed = msgspec.msgpack.decode(manifest(s, []).encoded)
+    signed["body"] = newer(signed["body"])
+    with pytest.raises(FormatError, match=r"manifest is of format 2.*upgrade megasync"):
+        decode_manifest(msgspec.msgpack.encode(signed), s)
+    with pytest.raises(FormatError, match=r"head of run 'r' .* is of format 2.*upgrade megasync"):
+        decode_head(newer(Head("r", 1, 1, b"d" * 16, 1, b"p" * 8).encode()), "r")
+
+
+def test_a_manifest_that_no_reader_takes_is_not_written() -> None:
+    s, sink = schema(), MemorySink()
+    good = manifest(s, [record(s, "model.embed", [0])])
+    for m in (
+        manifest(s, [record(s, "model.embed", [0], codec=8)]),  # full bytes in a delta
+        dataclasses.replace(good, base_version=good.version),
+        dataclasses.replace(good, touched_ids=np.array([4], "<u4")),
+        dataclasses.replace(good, root=b"short"),
+    ):
+        with pytest.raises(FormatError):
+            write_manifest(sink, m)
+    assert list(sink.keys("")) == []
+    assert write_manifest(sink, good) == len(good.encoded)
 
 
 def test_case_81_another_model_is_refused_by_schema_digest() -> None:

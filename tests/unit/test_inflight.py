@@ -198,11 +198,47 @@ def test_an_unreachable_sink_is_retried_and_nothing_is_withdrawn() -> None:
     t.callback.close()
 
 
-def test_a_fate_that_stays_unknown_ends_in_an_error_with_the_versions() -> None:
+def test_a_fate_that_stays_unknown_ends_in_an_error_with_the_versions_and_the_last_answer() -> None:
     t = Trainer(replace(RETRY, give_up_s=0.3))
-    t.sink.add(Fault("create", key="v000000000001", times=10_000))
+    t.sink.add(Fault("swap_head", times=10_000))
     t.step()
-    with pytest.raises(RetryError, match=r"versions \[1\].*neither durable nor failed"):
+    told = r"versions \[1\].*neither durable nor failed \(give_up_s 0.3\): RetryError: swap_head.*no answer"
+    with pytest.raises(RetryError, match=told):
+        t.callback.flush()
+    t.sink.heal()
+    t.wait_for_verdicts(2)
+    t.callback.flush()  # fenced off, so that what was lost cannot land later, and published anew
+    assert [(o.version, o.durable) for o in t.verdicts] == [(0, True), (1, False), (2, True)]
+    t.check_newest(2, base_version=0)
+    t.callback.close()
+
+
+def full(operation: str, key: str) -> Exception:
+    return RetryError(f"{operation} of {key}: no space left on device")
+
+
+@pytest.mark.parametrize("key", ["payload", "manifest"])
+def test_a_sink_that_stays_full_is_given_up_with_its_answer_and_retry_goes_on(key: str) -> None:
+    t = Trainer(replace(RETRY, give_up_s=0.2))
+    t.sink.add(Fault("create", key=key, times=10_000, error=full))
+    t.step()
+    t.wait_for_verdicts(2)
+    assert t.step() == 2  # nothing of version 1 can be read: it is withdrawn, and version 2 carries its changes
+    t.sink.heal()
+    t.callback.flush()
+    assert [(o.version, o.durable) for o in t.verdicts[:2]] == [(0, True), (1, False)]
+    assert "given up (give_up_s=0.2 s passed), nothing of it was published" in t.verdicts[1].error[0]
+    assert "no space left on device" in t.verdicts[1].error[0]
+    t.check_newest(t.callback.version, base_version=0)
+    t.check_snapshot()
+    t.callback.close()
+
+
+def test_a_sink_that_stays_full_raises_its_answer_where_configured() -> None:
+    t = Trainer(replace(RETRY, give_up_s=0.2, on_error=OnError.RAISE))
+    t.sink.add(Fault("create", key="payload", times=10_000, error=full))
+    t.step()
+    with pytest.raises(RankFailedError, match=r"publishing version 1 .*no space left on device"):
         t.callback.flush()
     t.callback.close()
 
@@ -213,6 +249,10 @@ def test_a_publisher_that_was_taken_over_stops() -> None:
     t.step()
     with pytest.raises(SinkConflictError, match="version 1"):
         t.callback.flush()
+    calls = len(t.sink.calls)
+    with pytest.raises(SinkConflictError, match="stop this publisher"):
+        t.callback.step_end()
+    assert t.sink.calls[calls:] == []
     t.callback.close()
     raw = t.sink.inner.read_head("run")
     assert raw is not None

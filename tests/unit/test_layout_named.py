@@ -122,6 +122,67 @@ def test_shapes_that_do_not_divide_are_refused(build: Callable[[], object]) -> N
         build()
 
 
+def _qkv(part: str = "q", **more: object) -> object:
+    known: dict[str, object] = {
+        "q_shape": (64, 24),
+        "kv_shape": (16, 24),
+        "num_kv_heads": 2,
+        "word_nbytes": 2,
+        "storage": "s",
+        "tp_rank": 0,
+        "tp_size": 2,
+    }
+    return N.fused_qkv(part, **known | more)  # type: ignore[arg-type]
+
+
+def _w13(part: str = "gate", **more: object) -> object:
+    return E.w13_stack(part, (64, 4), E.Place(0, 4), "s", word_nbytes=1, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: _qkv("x"), "part 'x' is none of 'q', 'k', 'v'"),
+        (
+            lambda: N.fused_gate_up("w3", (8, 4), word_nbytes=2, storage="s", tp_rank=0, tp_size=2),  # type: ignore[arg-type]
+            "part 'w3' is none of 'gate', 'up'",
+        ),
+        (lambda: _w13("w1"), "part 'w1' is none of 'gate', 'up'"),
+        (lambda: _w13(order="foo"), "order 'foo' is none of 'gate_first', 'up_first'"),
+        (
+            lambda: E.w13_interleaved("Gate", (64, 4), E.Place(0, 4), "s", word_nbytes=1),  # type: ignore[arg-type]
+            "part 'Gate' is none of",
+        ),
+    ],
+)
+def test_misspelt_names_are_not_taken_for_another(build: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: _qkv(num_kv_heads=0), "at least one key-value head"),
+        (lambda: _qkv(kv_shape=(16, 23)), r"q rows of \(24,\) and kv rows of \(23,\)"),
+        (lambda: _qkv(tp_size=0), "rank 0 is not in a tensor-parallel group of 0"),
+        (lambda: _qkv("k", tp_rank=2), "rank 2 is not in a tensor-parallel group of 2"),
+        (lambda: N.vocab_parallel((8, 4), word_nbytes=2, storage="s", tp_rank=2, tp_size=2), "rank 2 is not in"),
+        (lambda: N.vocab_parallel((8, 4), word_nbytes=2, storage="s", tp_rank=0, tp_size=0), "rank 0 is not in"),
+        (
+            lambda: N.vocab_parallel((8, 4), word_nbytes=2, storage="s", tp_rank=0, tp_size=2, multiple=0),
+            "to a multiple of 0",
+        ),
+        (lambda: N.cut_evenly((8, 4), 2, word_nbytes=2, tp_rank=0, tp_size=2), "axis 2 is out of range"),
+        (lambda: E.block_major(24, 64), "blocks of 16 or 32, got 24"),  # type: ignore[arg-type]
+        (lambda: E.block_major(16, 0), "at least one column"),
+    ],
+)
+def test_impossible_wishes_are_refused_where_they_are_made(build: Callable[[], object], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        build()
+
+
 def test_copies_of_another_rank_have_no_primary() -> None:
     layout = N.as_copy(N.column_parallel((8, 4), word_nbytes=2, storage="s", tp_rank=0, tp_size=2))
     assert [r.primary for r in layout.records] == [False]

@@ -11,6 +11,7 @@ from megasync.errors import PlanError
 from megasync.quant.blocks import check_box
 from megasync.quant.checkpoint import QuantRule, describe, fused_group, select
 from megasync.quant.formulas import formula, known_ids
+from megasync.quant.rules import require_used
 from megasync.schema import make_schema
 from megasync.tiles import tile_grid
 from megasync.types import Box, TensorSpec
@@ -143,6 +144,59 @@ def test_every_refusal_is_listed() -> None:
         select([_spec("a.weight"), _spec("a.weight_scale", (3,))], [QuantRule("a.weight", "nvfp4/te-1d")])
     with pytest.raises(ValueError, match="unknown quantisation formula"):
         select([_spec("a.weight")], [QuantRule("*", "nvfp4/nothing")])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"checkpoint": "gguf"}, "checkpoint 'gguf' is none of 'modelopt', 'compressed-tensors', 'deepseek'"),
+        ({"scale_dtype": "BF16"}, "scale_dtype 'BF16' is none of 'F32', 'F8_E8M0'"),
+        ({"formula": "fp8/nothing"}, "unknown quantisation formula 'fp8/nothing'"),
+        ({"pattern": ""}, "needs a pattern"),
+    ],
+)
+def test_rules_with_misspelt_names_are_refused(more: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        QuantRule(**{"pattern": "*", "formula": "fp8/tensor"} | more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("id", ["fp8/channel", "fp8/tensor", "fp8/te-tensor", "nvfp4/te-1d"])
+def test_deepseek_names_scales_of_blocks_only(id: str) -> None:
+    with pytest.raises(PlanError, match="checkpoint 'deepseek' has no names for"):
+        describe(_spec("a.weight"), QuantRule("*", id, "deepseek"))
+
+
+def test_rule_that_matches_a_tied_name_is_not_silent() -> None:
+    tied = _spec("embed.weight", aliases=("lm_head.weight",))
+    with pytest.raises(PlanError, match=r"embed\.weight is tied to lm_head\.weight: leave tied"):
+        select([tied], [QuantRule("lm_head*", "nvfp4/te-1d")])
+    assert not select([tied], [QuantRule("lm_head*", ""), QuantRule("*", "nvfp4/te-1d")])
+
+
+def test_rules_that_select_nothing_are_listed() -> None:
+    sources = [
+        _spec("a.o_proj.weight"),
+        _spec("b.q_proj.weight"),
+        _spec("vision.x.weight", frozen=True),
+        _spec("lm_head.weight"),
+    ]
+    rules = [
+        QuantRule("lm_head*", ""),
+        QuantRule("*.q_proj.weight", "nvfp4/compressed-tensors-1d", "compressed-tensors"),
+        QuantRule("a.*", "fp8/te-128", "deepseek"),
+        QuantRule("vision*", "nvfp4/te-1d"),
+        QuantRule("nothing*", ""),
+    ]
+    made = select(sources, rules)
+    specs = [m.spec for s in sources if s.name in made for m in made[s.name].members]
+    specs += [s for s in sources if s.name not in made]
+    require_used(rules, specs)
+    idle = [QuantRule("*_proj", "fp8/tensor"), QuantRule("*_scale*", "fp8/tensor"), QuantRule("a.o*", "fp8/channel")]
+    with pytest.raises(PlanError) as caught:
+        require_used([*rules, *idle], specs)
+    text = str(caught.value)
+    assert text.startswith("3 quantisation rules select no weight of the run: '*_proj' (fp8/tensor); ")
+    assert "'a.o*' (fp8/channel, all it matches is taken by rules before it)" in text
 
 
 _CHECKPOINT = {"fp8/channel@1": "compressed-tensors", "fp8/deepgemm-128@1": "deepseek"}

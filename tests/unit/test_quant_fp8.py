@@ -214,3 +214,15 @@ def test_published_formulas_never_change_their_bytes() -> None:
     now = _frozen_digests()
     assert {i: now.get(i) for i in frozen} == frozen
     assert set(now) == set(frozen), "a new formula needs its digest in tests/golden/quant_frozen.json"
+
+
+@pytest.mark.parametrize("id", ["fp8/deepgemm-128-ue8m0", "fp8/te-128-pow2"])
+def test_power_of_two_scales_decode_finitely_up_to_31_32_of_the_range(id: str) -> None:
+    """What the module says of the top of fp32: from 31/32 of 2^128 on the code rounds up to 256, beside 2^120."""
+    f = formula(id + "+f32")
+    edge = 31 * 2.0**123
+    below = float(np.nextafter(np.float32(edge), np.float32(0)))
+    for value, finite in ((below, True), (edge, False)):
+        q = fp8.quantize(torch.full((1, 1), value, dtype=torch.float32), f)
+        assert float(q.scales) == 2.0**120
+        assert bool(torch.isfinite(fp8.dequantize(q.codes, q.scales, f)).all()) is finite

@@ -10,6 +10,7 @@ import torch
 
 from megasync.adapters.torch_trainer import TensorExporter
 from megasync.config import ApplyConfig, PublishConfig
+from megasync.errors import BaseMismatchError, MegasyncError, PlanError
 from megasync.quant import nvfp4
 from megasync.quant.checkpoint import QuantRule
 from megasync.quant.formulas import formula
@@ -85,3 +86,43 @@ def test_scales_that_move_while_codes_do_not_and_the_other_way_round(codec: str)
             assert torch.equal(got, t.contiguous().reshape(-1).view(torch.uint8)), (what, n)
     applier.audit()
     callback.on_train_end()
+
+
+def test_rule_that_selects_nothing_stops_the_start() -> None:
+    """Otherwise BF16 would go out although quantised was asked."""
+    rules = [QuantRule("*_proj.weight", ID), QuantRule("model.layer.*", "fp8/tensor")]
+    exporter = QuantisedExporter(TensorExporter(_weights()), rules)
+    callback = MegasyncCallback(exporter, MemorySink(), PublishConfig(timeout_s=20))
+    with pytest.raises(MegasyncError, match=r"1 quantisation rules select no weight of the run: 'model\.layer\.\*'"):
+        callback.on_train_start()
+
+
+def test_activation_scales_are_frozen_and_proven() -> None:
+    """They are in the root and in no publication: an engine that holds other ones is refused."""
+    w, sink = _weights(), MemorySink()
+    rules = [QuantRule("*_proj.weight", ID, input_scale=True)]
+    names = [n.replace(".weight", ".input_scale") for n in (GATE, UP)]
+    with pytest.raises(PlanError, match=rf"2 activation scales that are not given: {names[0]}, .*input_scales="):
+        QuantisedExporter(TensorExporter(w), rules)
+    with pytest.raises(ValueError, match="must be a float32 tensor of one element"):
+        QuantisedExporter(TensorExporter(w), rules, input_scales={n: torch.zeros(2) for n in names})
+    scales = {n: torch.tensor(0.25 + k) for k, n in enumerate(names)}
+    exporter = QuantisedExporter(TensorExporter(w), rules, input_scales=scales)
+    callback = MegasyncCallback(exporter, sink, PublishConfig(max_first_density=1, timeout_s=20))
+    callback.on_train_start()
+    w[NORM][5] = 2.0
+    callback.step_end()
+    callback.flush()
+    callback.on_train_end()
+    for right in (True, False):
+        live = {n: np.zeros(t.shape or (1,), f"<u{t.element_size()}") for n, t in _made(w).items()}
+        live |= {n: (t if right else t * 2).reshape(1).numpy().view(np.uint32) for n, t in scales.items()}
+        engine = plain_engine(live)
+        applier = Applier(engine, sink, ApplyConfig(workers=1))
+        if right:
+            applier.join()
+            assert applier.update().version == 1
+            assert torch.equal(engine.live[NORM].view(torch.bfloat16), w[NORM])
+        else:
+            with pytest.raises(BaseMismatchError, match=r"frozen tensors .*input_scale"):
+                applier.join()

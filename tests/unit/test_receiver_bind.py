@@ -15,6 +15,7 @@ from megasync.layout.modes import Layout
 from megasync.receiver.applier import Applier
 from megasync.receiver.backends import make_backend
 from megasync.receiver.bind import bind
+from megasync.receiver.engine import Derivation
 from megasync.receiver.leads import Held
 from megasync.sinks.memory import MemorySink
 from tests.unit.publishing import Publisher, changed, make_schema, random_words, spec
@@ -271,3 +272,53 @@ def test_backends_are_chosen_by_name_rule_or_callable() -> None:
     assert make_backend(binding, lambda b: made) is made
     with pytest.raises(ValueError, match="unknown; known: auto, cpu, mask"):
         make_backend(binding, "warp")
+
+
+def derived(inputs: tuple[str, ...], outputs: tuple[str, ...], name: str = "sum") -> Derivation:
+    return Derivation(name, inputs, outputs, lambda x: {n: next(iter(x.values())).clone() for n in outputs})
+
+
+@pytest.mark.parametrize("case", ["destination", "bytes of one", "derivation", "same twice", "expanded", "apart"])
+def test_places_that_a_derivation_writes_are_nobody_else_s(case: str) -> None:
+    """XOR would be overwritten by the derivation, and undone by an audit only."""
+    specs = [spec("a", "F32", (1,)), spec("norm", "BF16", (8,))]
+    schema = make_schema("run", specs)
+    flat = torch.zeros(12, dtype=torch.int32)
+    tensors = {"s": flat[:1], "t": flat[1:2], "norm": flat.view(torch.int16)[8:16], "wide": flat[:1].expand(4)}
+    places = {"norm": arrange((8,), word_nbytes=2).to("norm", base=8)}
+    groups = [derived(("a",), ("s",))]
+    said = ""
+    if case == "destination":
+        groups, said = [derived(("a",), ("norm",))], r"norm .*output of derivation sum"
+    elif case == "bytes of one":
+        tensors["s"], said = flat[5:6], r"norm .*s \(output of derivation sum\)|s \(output of derivation sum\) and norm"
+    elif case == "derivation":
+        tensors["t"] = flat[:1]
+        groups, said = [*groups, derived(("a",), ("t",), "other")], "output of derivation (sum|other)"
+    elif case == "same twice":
+        tensors["t"] = flat.view(torch.int16)[1:2]
+        groups, said = [derived(("a",), ("s", "t"))], "output of derivation sum"
+    elif case == "expanded":
+        groups, said = [derived(("a",), ("wide",))], "output wide is expanded along axis 0"
+    engine = PlainEngine(tensors, places, groups=groups)
+    if said:
+        with pytest.raises(PlanError, match=said):
+            bind(engine, schema, shadow_limit_nbytes=1 << 10)
+    else:
+        assert bind(engine, schema, shadow_limit_nbytes=1 << 10).shadows.nbytes == 4
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.zeros(3, 4, dtype=torch.complex128),
+        torch.zeros(6, 4, dtype=torch.float64).t()[1:3],
+        torch.zeros(0, 4),
+        torch.tensor(1.0),
+        torch.zeros(5, 7, dtype=torch.bool)[::2, 1:3],
+    ],
+)
+def test_outputs_of_any_dtype_and_stride_bind(output: torch.Tensor) -> None:
+    specs = [spec("a", "F32", (1,))]
+    engine = PlainEngine({"out": output}, {}, groups=[derived(("a",), ("out",))])
+    assert bind(engine, make_schema("run", specs), shadow_limit_nbytes=1 << 10).storages["out"].dtype == torch.uint8

@@ -182,6 +182,58 @@ def test_one_rank_cannot_undo_and_no_rank_resumes() -> None:
     assert all(isinstance(found, TaintedError) for found in world.update())
 
 
+def test_one_rank_cannot_resume_and_every_rank_holds_the_new_version_and_says_why_it_takes_no_traffic() -> None:
+    world = World(2)
+    world.join()
+
+    def fail(version: int) -> None:
+        raise RuntimeError("live nodes in the prefix cache")
+
+    world.engines[1].on_resume = fail
+    world.publish(0.1, seed=3)
+    for again in range(2):  # the update, and the next one, which asks to resume before anything else
+        for found in world.update():
+            assert isinstance(found, RankFailedError), again
+            assert found.causes == {1: "RuntimeError: live nodes in the prefix cache"}
+        world.check(world.words)
+        assert [(a.version, a.status.state, a.ready) for a in world.appliers] == [(1, "behind", False)] * 2
+        assert all("version 1 is live and proven, but resume() failed" in a.status.reason for a in world.appliers)
+    world.engines[1].on_resume = lambda version: None
+    assert [r.versions for r in world.update()] == [(), ()]  # type: ignore[attr-defined]
+    assert all(a.ready for a in world.appliers)
+    assert [e.events for e in world.engines] == [["pause", *[("resume", 1)] * 3]] * 2
+
+
+def test_case_91_one_rank_cannot_pause_and_every_rank_tries_again() -> None:
+    world = World(2)
+    world.join()
+    old = world.words
+
+    def never() -> None:
+        raise TimeoutError("a request does not end")
+
+    world.engines[1].on_pause = never
+    world.publish(0.1, seed=3)
+    for found in world.update():
+        assert isinstance(found, RetryError)
+        assert "rank 1" in str(found)
+        assert "did not pause for version 1" in str(found)
+    world.check(old)
+    assert [(a.version, a.status.state) for a in world.appliers] == [(0, "serving")] * 2
+    world.engines[1].on_pause = lambda: None
+    assert [r.version for r in world.update()] == [1, 1]  # type: ignore[attr-defined]
+
+
+def test_an_audit_that_fails_on_one_rank_takes_the_version_away_from_all() -> None:
+    world = World(2)
+    world.join()
+    world.engines[1].live["up"] = world.engines[1].live["up"].clone()
+    for found in on_ranks([a.audit for a in world.appliers]):
+        assert isinstance(found, BaseMismatchError)
+        assert "not where they were bound" in str(found)
+    assert [(a.version, a.status.state) for a in world.appliers] == [(-1, "behind")] * 2
+
+
 def test_words_that_no_rank_holds_are_named_on_every_rank() -> None:
     world = World(2)
     for e in world.engines:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -246,3 +247,77 @@ def test_anchor_over_a_shadowed_tensor() -> None:
     assert applier.update().derived == (f"cast of {NORM.name}",)
     assert torch.equal(engine.live["norm32"], bf16(new[NORM.name]).float())
     assert applier.audit().version == 1
+
+
+def scales_world(derive: Callable[[Tensors], Tensors]) -> tuple[Publisher, PlainEngine, Applier, dict[str, np.ndarray]]:
+    """Two canonical scales whose largest is live."""
+    specs = [spec("a", "F32", (1,)), spec("b", "F32", (1,)), PLAIN]
+    words = random_words(specs) | {n: np.array([v], np.float32).view(np.uint32) for n, v in (("a", 0.5), ("b", 0.25))}
+    publisher = Publisher(MemorySink(), make_schema("run", specs))
+    publisher.checkpoint(words)
+    engine = PlainEngine(
+        {"s": torch.tensor([0.5]), PLAIN.name: live(words[PLAIN.name])},
+        groups=[Derivation("largest", ("a", "b"), ("s",), derive)],
+        seeds=words,
+    )
+    return publisher, engine, Applier(engine, publisher.sink, ApplyConfig(workers=1)), words
+
+
+def _largest(x: Tensors) -> dict[str, torch.Tensor]:
+    return {"s": torch.maximum(x["a"], x["b"])}
+
+
+def _writes(x: Tensors) -> dict[str, torch.Tensor]:
+    return {"s": torch.maximum(x["a"].mul_(0), x["b"])}
+
+
+def _fails(x: Tensors) -> dict[str, torch.Tensor]:
+    raise RuntimeError("the transform exploded")
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (_writes, "derivation largest of a, b wrote its input a"),
+        (_fails, "derivation largest of a, b failed with RuntimeError: the transform exploded"),
+        (lambda x: None, "derivation largest of a, b failed with TypeError"),
+        (lambda x: {"s": 3.0}, "derivation largest of a, b gave float for s"),
+    ],
+)
+def test_derivation_that_misbehaves_is_named_at_join_update_and_audit(bad: Callable[..., Tensors], said: str) -> None:
+    derive = _largest
+    publisher, engine, applier, words = scales_world(lambda x: derive(x))
+    derive = bad
+    with pytest.raises(BaseMismatchError, match=said):
+        applier.join()
+    with pytest.raises(BaseMismatchError, match="the last join did not find or load one"):
+        applier.update()
+    derive = _largest
+    assert applier.join().version == 0
+    new = {**words, "b": np.array([2.0], np.float32).view(np.uint32)}
+    publisher.delta(new)
+    derive = bad
+    with pytest.raises(UndoneError, match=said):
+        applier.update()
+    assert float(engine.live["s"]) == 0.5
+    with pytest.raises(BaseMismatchError, match=said):
+        applier.audit()
+    derive = _largest
+    assert applier.join().version == 0  # the shadows are as they were
+    assert applier.update().version == 1
+    assert float(engine.live["s"]) == 2.0
+    applier.audit()
+
+
+def test_recovery_that_fails_is_named() -> None:
+    words = random_words([NORM])
+    publisher = Publisher(MemorySink(), make_schema("run", [NORM]))
+    publisher.checkpoint(words)
+    group = widening(NORM.name, "norm32", NORM, torch.float32)
+
+    def recover(x: Tensors) -> Tensors:
+        raise KeyError("norm31")
+
+    engine = PlainEngine({"norm32": bf16(words[NORM.name]).float()}, groups=[replace(group, recover=recover)])
+    with pytest.raises(PlanError, match=r"recovering layers\.0\.norm from live norm32 failed with KeyError"):
+        Applier(engine, publisher.sink, ApplyConfig(workers=1)).join()

@@ -13,6 +13,8 @@ from megasync.adapters.torch_module_probed import ProbedEngine, probe_specs
 from megasync.errors import PlanError
 from megasync.layout import ProbedPlan, probe
 from megasync.receiver.contract import CHECKS, EngineCase, Words
+from megasync.receiver.engine import Derivation
+from megasync.schema import Schema
 from megasync.types import TensorSpec
 from tests.unit.publishing import make_schema, random_words, spec
 
@@ -106,6 +108,83 @@ def test_value_transforms_are_refused_with_their_reason() -> None:
     computed = probe(halves, probe_specs(SCHEMA), num_draws=1)
     with pytest.raises(PlanError, match=r"no mask can update: head \(value transform.*computed from it: \['head'\]\)"):
         engine(computed, random_words(SPECS)).layouts(SCHEMA)
+
+
+class Scaled(nn.Module):
+    """A weight, the larger of two scales, and a bound of the weight: the last two are no moves."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(weights["w"].t().contiguous())
+        self.register_buffer("scale", torch.maximum(weights["a"], weights["b"]))
+        self.register_buffer("bound", bound(weights["w"]))
+
+
+def bound(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float().nan_to_num(0, 0, 0).abs().amax(1)
+
+
+SCALED = [spec("w", "BF16", (8, 6)), spec("a", "F32", (1,)), spec("b", "F32", (1,))]
+SCALED_SCHEMA = make_schema("run", SCALED)
+OF_SCALES = Derivation("scales", ("a", "b"), ("scale",), lambda t: {"scale": torch.maximum(t["a"], t["b"])})
+OF_WEIGHT = Derivation("bounds", ("w",), ("bound",), lambda t: {"bound": bound(t["w"])})
+
+
+@pytest.fixture(scope="module")
+def scaled_plan() -> ProbedPlan:
+    found = probe(lambda w: live(Scaled(w)), probe_specs(SCALED_SCHEMA))
+    assert found.mapped == frozenset()
+    assert found.sources == {"scale": ("a", "b"), "bound": ("w",)}
+    return found
+
+
+def scaled_weights(words: Words) -> dict[str, torch.Tensor]:
+    return {
+        "w": torch.from_numpy(words["w"].copy().view(np.int16)).view(BF16).reshape(8, 6),
+        **{n: torch.from_numpy(words[n].copy().view(np.float32)) for n in ("a", "b")},
+    }
+
+
+def scaled_engine(plan: ProbedPlan, words: Words, derivations: list[Derivation]) -> ProbedEngine:
+    weights = scaled_weights(words)
+    return ProbedEngine(
+        Scaled(weights), plan, derivations=derivations, seed=lambda name, box: weights[name].reshape(box.extent)
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_engine_contract_with_derivations_of_what_the_plan_says_is_computed(
+    scaled_plan: ProbedPlan, check: Callable[[EngineCase], None]
+) -> None:
+    words = random_words(SCALED)
+    for name, value in (("a", 0.5), ("b", 0.25)):
+        words[name] = np.array([value], dtype=np.float32).view(words[name].dtype)
+    check(EngineCase(SCALED_SCHEMA, words, lambda w: scaled_engine(scaled_plan, w, [OF_SCALES, OF_WEIGHT])))
+
+
+def test_derivations_may_be_a_subclasss_and_read_what_is_moved(scaled_plan: ProbedPlan) -> None:
+    class Own(ProbedEngine):
+        def derivations(self, schema: Schema) -> list[Derivation]:
+            return [OF_SCALES, OF_WEIGHT]
+
+    found = Own(Scaled(scaled_weights(random_words(SCALED))), scaled_plan)
+    # The weight is read where it lies; the scales lie nowhere and get shadows.
+    assert set(found.layouts(SCALED_SCHEMA)) == {"w"}
+    assert found.derivations(SCALED_SCHEMA) == [OF_SCALES, OF_WEIGHT]
+
+
+def test_derivations_must_follow_all_that_is_computed(scaled_plan: ProbedPlan) -> None:
+    words = random_words(SCALED)
+    with pytest.raises(
+        PlanError, match=r"no mask can update: w \(moved, but also .*no tensor of the run reaches: bound"
+    ):
+        scaled_engine(scaled_plan, words, [OF_SCALES]).layouts(SCALED_SCHEMA)
+    half = Derivation("scales", ("a",), ("scale",), lambda t: {"scale": t["a"]})
+    with pytest.raises(PlanError, match=r"no mask can update: b \(value transform[^.]*\. Nothing was touched"):
+        scaled_engine(scaled_plan, words, [half, OF_WEIGHT]).layouts(SCALED_SCHEMA)
+    other = Derivation("bounds", ("w", "a", "b"), ("scale",), lambda t: {"scale": t["a"]})
+    with pytest.raises(PlanError, match=r"w \(moved.*derivations that read it leave out \['bound'\]\)"):
+        scaled_engine(scaled_plan, words, [other]).layouts(SCALED_SCHEMA)
 
 
 def test_what_another_rank_holds_is_left_out() -> None:
