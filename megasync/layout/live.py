@@ -58,7 +58,11 @@ def describe(live: Mapping[str, torch.Tensor]) -> tuple[LiveTensor, ...]:
         PlanError: A tensor is none of torch's, or has no readable storage (meta, sparse, quantised wrappers); all such
             names are listed.
     """
-    alien = [f"{n!r} ({type(t).__name__})" for n, t in live.items() if not isinstance(t, torch.Tensor)]
+    alien = [
+        f"{n!r} ({type(t).__name__})"
+        for n, t in live.items()
+        if not (isinstance(n, str) and isinstance(t, torch.Tensor))
+    ]
     if alien:
         raise PlanError(f"live tensors must be torch tensors by name, found {', '.join(alien[:8])}")
     odd = [name for name, t in live.items() if not _is_plain(t)]

@@ -200,6 +200,10 @@ def _plan(
             unmapped[name] = f"live tensors change for a reason that was not found, it may be this tensor: {lost}"
         elif name not in layouts:
             hidden = f"; live tensors without elements: {list(empty)}" if empty else ""
+            if computed.unstable:
+                hidden += (
+                    f"; live tensors that differ between equal loads, whatever they hold: {list(computed.unstable)}"
+                )
             if not reasons.get(name):
                 absent.append(name)
             unmapped[name] = reasons.get(name) or (

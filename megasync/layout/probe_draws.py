@@ -107,21 +107,21 @@ class Draws:
         for index in range(num_draws):
             found = {}
             for turn, (name, (shape, dtype)) in enumerate(self.specs.items()):
-                words = lists[name] or self._words[name].finite
+                words = np.array(lists[name] or self._words[name].finite, dtype=f"<u{dtype.itemsize}")
                 # Another start in each tensor, so that two of one element seldom hold the same.
-                start = 13 * turn
-                if index < counts[name]:
-                    at = np.arange(prod(shape)) + index * prod(shape) + start
+                start, size = 13 * turn, prod(shape)
+                even = index - counts[name]
+                if even < 0:
+                    chosen = np.resize(np.roll(words, -(index * size + start)), size)
                 else:
-                    even = index - counts[name]
-                    first = self._even(name, words)
-                    at = np.full(prod(shape), first[(even + turn) % len(first)] if even < len(first) else even + start)
-                chosen = np.array(words, dtype=f"<u{dtype.itemsize}")[at % len(words)]
+                    first = self._even(name, words.tolist())
+                    at = first[(even + turn) % len(first)] if even < len(first) else (even + start) % words.size
+                    chosen = np.full(size, words[at])
                 found[name] = as_tensor(chosen, shape, dtype)
-            fresh = frozenset(n for n, count in counts.items() if finite or index < count)
+            fresh = frozenset(n for n, count in counts.items() if index < count + more[n])
             yield Draw(found, finite, kind, special=True, fresh=fresh)
 
-    def _even(self, name: str, words: tuple[int, ...]) -> list[int]:
+    def _even(self, name: str, words: list[int]) -> list[int]:
         """Numbers of the words that a tensor holds throughout before any others: zero, one, and minus one or all bits."""
         size = self.specs[name][1].itemsize
         form = FLOATS.get(dtype_name(self.specs[name][1]))

@@ -151,23 +151,24 @@ class Loads:
         if not self._accepted:
             return ""
         names = list(canonical)
-        low, high = 0, len(names)  # names[:low] are taken, names[:high] are not
+
+        def takes(num_new: int) -> bool:
+            chosen = {n: (canonical if i < num_new else self._accepted)[n] for i, n in enumerate(names)}
+            try:
+                self._load_fn({n: t.clone() for n, t in chosen.items()})
+            except Exception:
+                return False
+            return True
+
+        if takes(len(names)) or not takes(0):
+            return ". It did otherwise with the same tensors when called again, so no value of them is at fault"
+        low, high = 0, len(names)  # the first `low` are taken, the first `high` are not
         while high - low > 1:
             middle = (low + high) // 2
-            mixed = {n: (canonical if i < middle else self._accepted)[n].clone() for i, n in enumerate(names)}
-            try:
-                self._load_fn(mixed)
-                low = middle
-            except Exception:
-                high = middle
-        tensor = canonical[names[low]]
-        few = tensor.reshape(-1)[:4]
-        plain = dtype_name(tensor.dtype) == "float4_e2m1fn_x2"
-        held = (few.view(torch.uint8) if plain else few.float() if few.is_floating_point() else few).tolist()
+            low, high = (middle, high) if takes(middle) else (low, middle)
         return (
-            f". It refuses what {names[low]!r} holds: {held}{', ...' if tensor.numel() > 4 else ''}. Give the range of "
-            "values that it takes (values=), or any_bytes=False for none but finite ones; the plan is exact for such "
-            "values alone"
+            f". It refuses what {names[low]!r} holds: {_span(canonical[names[low]])}. Give the range of values that it "
+            "takes (values=), or any_bytes=False if it takes all finite ones; the plan is exact for such values alone"
         )
 
     def readable(
@@ -211,6 +212,16 @@ class Loads:
                 if odd.any():
                     out[r.name] = (r.storage, np.flatnonzero(odd))
         return out
+
+
+def _span(tensor: torch.Tensor) -> str:
+    """The values of a tensor in few words."""
+    if not tensor.is_floating_point() or dtype_name(tensor.dtype) == "float4_e2m1fn_x2":
+        return f"{tensor.dtype} {tuple(tensor.shape)}"
+    values = tensor.reshape(-1).to(torch.float64)
+    finite = values[values.isfinite()]
+    some = f"values from {float(finite.min())} to {float(finite.max())}" if finite.numel() else "no finite value"
+    return some + (", NaN or infinities among them" if finite.numel() < values.numel() else "")
 
 
 def covered_bytes(layouts: Mapping[str, Layout], nbytes: Mapping[str, int]) -> dict[str, np.ndarray]:

@@ -154,9 +154,15 @@ class _Search:
                 break
             kept.append(rest[low - 1])
             rest = rest[: low - 1]
+        alone = frozenset((live,))
         for name in kept:
             others = [n for n in kept if n != name]
-            self._add(self._sure(frozenset((live,)), (name,), others, old, new), name)
+            self._add(self._sure(alone, (name,), others, old, new), name)
+        # Another may do in the place of one of them, as where two of three are enough.
+        rest = [n for n in names if n not in kept]
+        for name in kept if len(kept) > 1 and rest else ():
+            beside = {n: (new if n in kept and n != name else old)[n] for n in old}
+            self._change(rest, alone, beside, self.loads.run(beside), new)
 
     def _sure(
         self, lives: frozenset[str], names: Sequence[str], context: Sequence[str], old: Tensors, new: Tensors

@@ -139,10 +139,11 @@ def _read(
         w = out[tensor_id]
         w.live += hash_sum(one)
         w.anchor += hash_sum(two)
-        moved = one[one != two]
-        w.num_moved += len(moved)
+        moved = one != two
+        num_moved = int(np.count_nonzero(moved))
+        w.num_moved += num_moved
         if len(w.distinct) < ENOUGH_DISTINCT:
-            w.distinct.update(np.unique(moved[:: len(moved) // _MAX_SAMPLE + 1]).tolist())
+            w.distinct.update(np.unique(one[moved][:: num_moved // _MAX_SAMPLE + 1]).tolist())
     return out
 
 

@@ -288,3 +288,37 @@ def test_arguments_of_another_kind_are_refused() -> None:
         arrange((8, 6.0), word_nbytes=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="goes by its name, got 7"):
         arrange((8, 6), word_nbytes=1).to(7)  # type: ignore[arg-type]
+
+
+@given(programs())
+@settings(max_examples=80, deadline=None)
+def test_inverse_records_lead_back(program: tuple[Arrangement, np.ndarray]) -> None:
+    a, _ = program
+    try:
+        layout = a.to("live")
+        assume(len(layout.records) == 1)
+        back = inverse(layout.records[0])
+    except PlanError:
+        assume(False)
+    r = layout.records[0]
+    local = [np.arange(b - s) for s, b in zip(r.start, r.stop, strict=True)]
+    coords = [c.reshape(-1) for c in np.meshgrid(*local, indexing="ij")]
+    offsets = r.local_offsets([c + s for c, s in zip(coords, r.start, strict=True)]) - r.base
+    mask, numbers = back.offsets([offsets])
+    assert mask.all()
+    assert np.array_equal(numbers, np.arange(numbers.size))
+
+
+def test_inverse_refuses_holes() -> None:
+    holes: Remap = arrange((4, 6), word_nbytes=1).pad(1, to=8).to("s").records[0]
+    with pytest.raises(PlanError, match="holes"):
+        inverse(holes)
+
+
+def test_copies_keep_one_primary() -> None:
+    a = arrange((130, 6), word_nbytes=1)
+    both = with_copies(a.to("plain"), a.swizzle_128x4().to("image"))
+    assert [(r.storage, r.primary) for r in both.records] == [("plain", True), ("image", False)]
+    assert both.leading() == both.records[:1]
+    with pytest.raises(PlanError, match="another slice"):
+        with_copies(a.to("plain"), arrange((130, 7), word_nbytes=1).to("image"))
