@@ -42,7 +42,7 @@ def probe(
     Args:
         load_fn: Takes canonical tensors (name to CPU tensor, contiguous, new at every call), loads them as the engine
             does, post-processing included, and returns the live tensors by name: any dtype, device and strides, the
-            same ones or new ones at every call. Called some fifteen times for plain moves, some thirty where a tensor
+            same ones or new ones at every call. Called some twenty times for plain moves, some forty where a tensor
             has few words (each must see every special value of its dtype), more where something is computed.
         specs: Canonical name to extents and torch dtype (or its name) of every tensor that ``load_fn`` takes.
         num_draws: Draws of random bytes, of each kind, that the plan is verified on, besides those of special values:

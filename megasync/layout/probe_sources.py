@@ -159,7 +159,7 @@ class _Search:
             others = [n for n in kept if n != name]
             self._add(self._sure(alone, (name,), others, old, new), name)
         # Another may do in the place of one of them, as where two of three are enough.
-        rest = [n for n in names if n not in kept]
+        rest = [n for n in old if n not in kept]
         for name in kept if len(kept) > 1 and rest else ():
             beside = {n: (new if n in kept and n != name else old)[n] for n in old}
             self._change(rest, alone, beside, self.loads.run(beside), new)
