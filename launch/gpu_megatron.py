@@ -27,6 +27,7 @@ import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.bench.entry import plain_hydra
 from launch.bench.rows import RESULTS, Row, Timed
 from launch.gpu_follower import notes, start_follower
 from launch.gpu_report import report
@@ -284,11 +285,5 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

@@ -33,6 +33,6 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@" 2> >(grep -v
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   pip install -c launch/constraints.txt torch
 fi
-pip install -c launch/constraints.txt -e '.[megatron,launch,hf,dev]'
+pip install -c launch/constraints.txt -e '.[megatron,launch,s3,hf,dev]'
 printf '%s\n' "$want" > "$stamp"
 echo "setup: done"

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from megasync.types import DTYPE_NBYTES
-
 MAX_WAIT_S = 20 * 86_400.0
 """Longest wait that may be configured: sockets and polls count milliseconds in 31 bits, which is 24 days."""
 
@@ -283,10 +281,3 @@ _APPLY: Mapping[str, _Check] = {
     "self_test": _flag,
     "sign_key": _secret,
 }
-
-
-def check_dtype(name: str) -> str:
-    """A dtype name that the format knows, or ValueError listing them."""
-    if name not in DTYPE_NBYTES:
-        raise ValueError(f"dtype {name!r} is unknown; known: {', '.join(DTYPE_NBYTES)}")
-    return name

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -353,19 +353,3 @@ def names_of(schema: Schema, ids: Sequence[int] | np.ndarray, limit: int = 8) ->
     """Names for a message."""
     listed = [schema.tensors[int(i)].name for i in list(ids)[:limit]]
     return ", ".join(listed) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")
-
-
-def spec_as_dict(spec: TensorSpec) -> dict[str, Any]:
-    """A spec for machines (JSON)."""
-    return {
-        "name": spec.name,
-        "dtype": spec.dtype,
-        "shape": list(spec.shape),
-        "layer": spec.layer,
-        "cut": spec.cut,
-        "block": list(spec.block),
-        "frozen": spec.frozen,
-        "aliases": list(spec.aliases),
-        "formula": spec.formula,
-        "group": spec.group,
-    }

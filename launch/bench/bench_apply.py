@@ -6,7 +6,6 @@ equals the audit before it plus the apply's own sums, and a second apply restore
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
 
+from launch.bench.entry import plain_hydra
 from launch.bench.gpu_rank import CHANGED, DEVICE, LiveRank, Report, build_rank, random_planes, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
@@ -288,11 +288,5 @@ def main(config: ApplyBench) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

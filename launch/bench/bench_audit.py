@@ -6,7 +6,6 @@ P7's XOR).
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
 
+from launch.bench.entry import plain_hydra
 from launch.bench.gpu_rank import CHANGED, DEVICE, LiveRank, Report, build_rank, random_planes, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
@@ -187,11 +187,5 @@ def main(config: AuditBench) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

@@ -25,6 +25,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch.bench.entry import plain_hydra
 from launch.bench.host_rank import HostEngine, is_weight, live_words, random_tensor, share
 from launch.bench.masks import uniform_positions
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle, table, timed
@@ -265,11 +266,5 @@ def main(config: CpuBench) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

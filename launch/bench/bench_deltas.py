@@ -31,6 +31,7 @@ from hydra.core.global_hydra import GlobalHydra
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.bench_payload import CODECS, published_nbytes
 from launch.bench.deltas import State, amax_moves, changed_tiles, facts_of, keep
+from launch.bench.entry import plain_hydra
 from launch.bench.payload_cases import INPUTS
 from launch.bench.rows import RESULTS, Row, RowWriter, middle, table, timed
 from launch.bench.training import Export, Training, training
@@ -253,11 +254,5 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

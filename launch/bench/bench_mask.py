@@ -6,7 +6,6 @@ of the second word size scatter back to the old bytes.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
 
+from launch.bench.entry import plain_hydra
 from launch.bench.gpu_rank import CHANGED, DEVICE, Report, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape, owner_share
@@ -180,11 +180,5 @@ def main(config: MaskBench) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

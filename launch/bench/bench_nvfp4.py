@@ -7,7 +7,6 @@ nowhere else. Checked: buffers against the CPU's bytes on a sample, the snapshot
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 
+from launch.bench.entry import plain_hydra
 from launch.bench.gpu_rank import DEVICE, Report, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
@@ -273,11 +273,5 @@ def main(config: Nvfp4Bench) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

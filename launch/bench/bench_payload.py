@@ -29,6 +29,7 @@ import zstandard
 from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch.bench.entry import plain_hydra
 from launch.bench.masks import KINDS
 from launch.bench.payload_cases import INPUTS, RUN, Case, list_case, mask_case, real_case
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, read_rows, table, timed
@@ -197,11 +198,5 @@ def main(config: PayloadBench) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

@@ -27,6 +27,7 @@ import numpy as np
 from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch.bench.entry import plain_hydra
 from launch.bench.moe_shapes import Layout, classes
 from megasync.trainer.plan import make_plan
 from megasync.trainer.plan_merge import decode_merged, encode_merged, merge
@@ -154,11 +155,5 @@ def main(config: PlanBench) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

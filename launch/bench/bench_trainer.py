@@ -27,6 +27,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch.bench.entry import plain_hydra
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle, table
 from launch.bench.workload import Shape, model_specs
 from megasync.adapters.torch_trainer import TensorExporter
@@ -280,11 +281,5 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    # Nothing of Hydra's own: no output folder, no log files.
-    sys.argv[1:1] = [
-        "hydra.run.dir=.",
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    plain_hydra()
     main()

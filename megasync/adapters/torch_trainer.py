@@ -76,7 +76,7 @@ class TensorExporter(Exporter):
             seen[place] = name
             self._tensors[name] = tensor
             self._aliases[name] = []
-        self._marks = [_mark(t) for t in self._tensors.values()]
+        self._places = [_place(t) for t in self._tensors.values()]
 
     @classmethod
     def of_module(cls, module: torch.nn.Module, *, volatile: Iterable[str] = ()) -> TensorExporter:
@@ -121,7 +121,7 @@ class TensorExporter(Exporter):
 
     def check_alive(self) -> None:
         """See ``Exporter.check_alive``; with ``of_module`` also that the module still has these tensors and no others."""
-        moved = [n for (n, t), mark in zip(self._tensors.items(), self._marks, strict=True) if _mark(t) != mark]
+        moved = [n for (n, t), place in zip(self._tensors.items(), self._places, strict=True) if _place(t) != place]
         if self._module is not None:
             now, saved = _saved_tensors(self._module), self._saved
             if now.keys() != saved.keys():
@@ -130,7 +130,7 @@ class TensorExporter(Exporter):
             moved += [
                 f"{n} was replaced"
                 for n, t in now.items()
-                if (was := saved.get(n)) is not t and was is not None and _mark(t) != _mark(was)
+                if (was := saved.get(n)) is not t and was is not None and _place(t) != _place(was)
             ]
         if moved:
             raise PlanError(
@@ -178,9 +178,6 @@ def _saved_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _place(t: torch.Tensor) -> tuple[object, ...]:
-    return t.device, t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
-
-
-def _mark(t: torch.Tensor) -> tuple[object, ...]:
-    """What changes when a tensor moves; the step end waits for it, and with thousands of tensors ``_place`` takes long."""
-    return t.data_ptr(), t.shape, t.stride(), t.dtype
+    """Where a tensor lies and how: what it shares with aliases, and what changes when it moves. Cheap, for every step end
+    asks it of every tensor."""
+    return t.device, t.data_ptr(), t.shape, t.stride(), t.dtype

@@ -173,10 +173,5 @@ def check_own(schema: Schema, version: int, expected: Sums, found: Sums) -> None
     check_after(schema, version, ids[wrong] % num, expected.over(ids)[wrong], found.over(ids)[wrong])
 
 
-def sums_over(parts: list[Sums], ids: np.ndarray) -> np.ndarray:
-    """Totals of this rank by tensor, uint64 ``[K, 2]``."""
-    return Sums.join(parts).over(ids)
-
-
 def _hex(lanes: np.ndarray) -> str:
     return lanes.astype("<u8").tobytes().hex()

@@ -39,7 +39,9 @@ def test_case_73_conditions_and_places_on_the_wire(server: S3Server, sink: Objec
     }
     assert sink.describe() == "object store sink s3://bucket/deep/prefix"
     server.objects["/bucket/deep/prefix/.heads/run"] = b"three"
-    with pytest.raises(SinkConflictError, match="found 5 bytes b'three'"):
+    with pytest.raises(
+        SinkConflictError, match=r"expected 3 bytes, crc32 [0-9a-f]{8}, found 5 bytes, crc32 [0-9a-f]{8}"
+    ):
         sink.swap_head("run", b"two", b"four")
 
 
