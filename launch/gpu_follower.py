@@ -33,7 +33,7 @@ from megasync.versions.publication import PublicationReader
 
 _CHUNK_WORDS = 1 << 25
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0x5851F42D4C957F2D)
-SHA_EVERY = 25  # versions that are also hashed on the host, which takes seconds a time
+SHA_EVERY = 50  # versions that are also hashed on the host, which takes seconds a time
 
 
 def llama_shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.bench.entry import plain_hydra
 from launch.bench.rows import RESULTS, Row, Timed
 from launch.gpu_follower import notes, start_follower
-from launch.gpu_report import report
+from launch.gpu_report import medians, report
 from launch.gpu_trace import write_trace
 from megasync.config import GatherKind, PublishConfig, SnapshotPlace
 from megasync.sinks.local import LocalSink
@@ -213,7 +213,7 @@ def train(config: GpuMegatron, device: torch.device) -> None:
             trainer.timed_step(True)
         trainer.callback.flush()
         steps = list(timed_blocks(trainer, config))
-        say(f"{len(steps)} timed steps")
+        say(f"{len(steps)} timed steps; medians in ms: {medians(steps)}")
         if config.trace:
             traced(trainer, config.trace if first else "")
         if first:

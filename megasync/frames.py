@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from megasync.errors import FormatError
-from megasync.schema import Schema, runs_of_equal
+from megasync.schema import Schema
 from megasync.tiles import strides
 from megasync.types import SEGMENT_WORDS
 
@@ -80,20 +80,20 @@ class FrameRecord:
 class FrameColumns(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The table on the wire: each field is a packed little-endian column."""
 
-    payload: bytes
-    offset: bytes
-    codec: bytes
-    word_nbytes: bytes
-    num_changed: bytes
-    layer: bytes
-    num_planes: bytes
-    num_runs: bytes
-    plane_nbytes: bytes
-    digest: bytes
-    tensor_id: bytes
-    first_tile: bytes
-    num_tiles: bytes
-    bitmap: bytes
+    payload: memoryview
+    offset: memoryview
+    codec: memoryview
+    word_nbytes: memoryview
+    num_changed: memoryview
+    layer: memoryview
+    num_planes: memoryview
+    num_runs: memoryview
+    plane_nbytes: memoryview
+    digest: memoryview
+    tensor_id: memoryview
+    first_tile: memoryview
+    num_tiles: memoryview
+    bitmap: memoryview
 
 
 @dataclass(frozen=True)
@@ -201,33 +201,19 @@ class FrameTable:
 
     def to_columns(self) -> FrameColumns:
         """The wire form."""
-        frame = {k: self.columns[k].astype(t).tobytes() for k, t in _FRAME_COLUMNS.items()}
-        run = {k: self.runs[k].astype(t).tobytes() for k, t in _RUN_COLUMNS.items()}
+        frame = {k: memoryview(self.columns[k].astype(t).tobytes()) for k, t in _FRAME_COLUMNS.items()}
+        run = {k: memoryview(self.runs[k].astype(t).tobytes()) for k, t in _RUN_COLUMNS.items()}
         return FrameColumns(
             **frame,
             **run,
-            plane_nbytes=self.plane_nbytes.astype("<u4").tobytes(),
-            digest=self.digests.tobytes(),
-            bitmap=self.bitmap.tobytes(),
+            plane_nbytes=memoryview(self.plane_nbytes.astype("<u4").tobytes()),
+            digest=memoryview(self.digests.tobytes()),
+            bitmap=memoryview(self.bitmap.tobytes()),
         )
 
 
 def make_table(records: Sequence[FrameRecord], digest_nbytes: int = 16) -> FrameTable:
     """A table of records, in the order given."""
-    runs: dict[str, list[int]] = {k: [] for k in _RUN_COLUMNS}
-    bitmaps: list[np.ndarray] = []
-    num_runs: list[int] = []
-    for r in records:
-        spans = runs_of_equal(r.tensor_ids)
-        num_runs.append(len(spans))
-        for start, stop in spans:
-            tiles = r.tiles[start:stop].astype(np.int64)
-            bits = np.zeros(int(tiles[-1] - tiles[0]) + 1, dtype=np.uint8)
-            bits[tiles - tiles[0]] = 1
-            runs["tensor_id"].append(int(r.tensor_ids[start]))
-            runs["first_tile"].append(int(tiles[0]))
-            runs["num_tiles"].append(len(bits))
-            bitmaps.append(np.packbits(bits, bitorder="little"))
     frame = {
         "payload": [r.payload for r in records],
         "offset": [r.offset for r in records],
@@ -236,15 +222,37 @@ def make_table(records: Sequence[FrameRecord], digest_nbytes: int = 16) -> Frame
         "num_changed": [r.num_changed for r in records],
         "layer": [r.layer for r in records],
         "num_planes": [len(r.plane_nbytes) for r in records],
-        "num_runs": num_runs,
     }
+    runs, bitmap, num_runs = _runs_of(records)
+    columns = {k: np.array(v, dtype=_FRAME_COLUMNS[k]) for k, v in frame.items()}
     return FrameTable(
-        {k: np.array(frame[k], dtype=t) for k, t in _FRAME_COLUMNS.items()},
+        columns | {"num_runs": num_runs.astype(_FRAME_COLUMNS["num_runs"])},
         np.array([n for r in records for n in r.plane_nbytes], dtype="<u4"),
         np.frombuffer(b"".join(r.digest for r in records), np.uint8).reshape(len(records), digest_nbytes),
-        {k: np.array(runs[k], dtype=t) for k, t in _RUN_COLUMNS.items()},
-        np.concatenate(bitmaps) if bitmaps else np.empty(0, np.uint8),
+        runs,
+        bitmap,
     )
+
+
+def _runs_of(records: Sequence[FrameRecord]) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Run columns, bitmap, and the number of runs of each record: over arrays, since a trainer's steps wait for Python."""
+    num_tiles = np.array([len(r.tiles) for r in records], dtype=np.int64)
+    if not num_tiles.sum():
+        return {k: np.empty(0, t) for k, t in _RUN_COLUMNS.items()}, np.empty(0, np.uint8), np.zeros_like(num_tiles)
+    frame = np.repeat(np.arange(len(records)), num_tiles)
+    ids = np.concatenate([r.tensor_ids for r in records])
+    tiles = np.concatenate([r.tiles for r in records]).astype(np.int64)
+    begin = np.flatnonzero(np.append(True, (frame[1:] != frame[:-1]) | (ids[1:] != ids[:-1])))
+    end = np.append(begin[1:], len(ids))
+    first, span = tiles[begin], tiles[end - 1] - tiles[begin] + 1
+    nbytes = (span + 7) // 8
+    # Bits before the first tile of each run, as tiles of the run are numbered.
+    shift = 8 * (np.cumsum(nbytes) - nbytes) - first
+    bits = np.zeros(8 * int(nbytes.sum()), dtype=np.uint8)
+    bits[tiles + np.repeat(shift, end - begin)] = 1
+    found = {"tensor_id": ids[begin], "first_tile": first, "num_tiles": span}
+    runs = {k: found[k].astype(t) for k, t in _RUN_COLUMNS.items()}
+    return runs, np.packbits(bits, bitorder="little"), np.bincount(frame[begin], minlength=len(records))
 
 
 def read_table(columns: FrameColumns, schema: Schema, payload_nbytes: Sequence[int], digest_nbytes: int) -> FrameTable:
@@ -367,8 +375,7 @@ def _check_sizes(table: FrameTable, schema: Schema) -> None:
     """What a frame decodes to and what is stored of it are bounded: nothing is allocated by what a hostile table says."""
     if not len(table):
         return
-    _, ids, tiles = table.touched
-    words = schema.tile_words(ids, tiles)
+    words = schema.tile_words(*table.tiles)
     # Every frame has tiles, and those of a frame lie together: sums over stretches, since this is part of every update.
     first = table.tile_bounds[:-1]
     weights = np.add.reduceat(words, first, dtype=np.int64) * table.columns["word_nbytes"]

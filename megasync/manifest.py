@@ -51,9 +51,9 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     digest_algorithm: int
     payload_nbytes: Annotated[list[_U63], msgspec.Meta(max_length=MAX_PAYLOADS)]
     frames: msgspec.Raw  # FrameColumns, read by itself so that its keys are counted too
-    touched_ids: bytes
-    new_states: bytes
-    touched_olds: bytes
+    touched_ids: memoryview  # columns are megabytes: looked at where they came in, not copied
+    new_states: memoryview
+    touched_olds: memoryview
     root: bytes
     state_table: bytes
     num_changed: _U63
@@ -63,7 +63,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class _Signed(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    body: bytes
+    body: memoryview
     signature: bytes
 
 
@@ -136,9 +136,9 @@ class Manifest:
                 self.digest_algorithm,
                 list(self.payload_nbytes),
                 msgspec.Raw(msgspec.msgpack.encode(self.frames.to_columns())),
-                self.touched_ids.astype("<u4").tobytes(),
-                self.new_states.tobytes(),
-                self.touched_olds.tobytes(),
+                memoryview(self.touched_ids.astype("<u4").tobytes()),
+                memoryview(self.new_states.tobytes()),
+                memoryview(self.touched_olds.tobytes()),
                 self.root,
                 self.state_table,
                 self.num_changed,
@@ -148,7 +148,7 @@ class Manifest:
             )
         )
         signature = hmac.digest(self.key, body, "sha256") if self.key else b""
-        data = msgspec.msgpack.encode(_Signed(body, signature))
+        data = msgspec.msgpack.encode(_Signed(memoryview(body), signature))
         if len(data) > MAX_MANIFEST_NBYTES:
             raise FormatError(
                 f"manifest of version {self.version} has {len(data)} bytes for {len(self.frames)} frames, at most "

@@ -167,13 +167,14 @@ class Schema:
         Raises:
             FormatError: A tile past its tensor's grid.
         """
-        ids, tiles = np.asarray(tensor_ids), np.asarray(tiles)
-        beyond = tiles >= self.num_tiles[ids]
+        ids, tiles = np.asarray(tensor_ids).astype(np.intp), np.asarray(tiles)
+        at = self.first_tile.take(ids) + tiles
+        beyond = at >= self.first_tile[1:].take(ids)
         if beyond.any():
             i = int(np.argmax(beyond))
             spec, grid = self.tensors[int(ids[i])], self.grids[int(ids[i])]
             raise FormatError(f"tile {int(tiles[i])} of {spec.name}: its grid has {grid.num_tiles} tiles")
-        out: np.ndarray = self._all_tile_words[self.first_tile[ids] + tiles]
+        out: np.ndarray = self._all_tile_words.take(at)
         return out
 
 

@@ -7,7 +7,7 @@ depends on the trainer's topology. Must import nothing but types.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
@@ -151,44 +151,69 @@ class TileGrid:
         Returns:
             int64 ``[n]``.
         """
-        lines = _lines(self)
-        flat = np.repeat(lines.start[tiles], counts) if len(tiles) > 1 else np.full(len(positions), lines.start[tiles])
-        flat += positions
-        for divisor, factor in zip(lines.divisors, lines.factors, strict=True):
-            by, times = divisor[tiles], factor[tiles]
-            if not times.any():
-                continue
-            if bool((by == by[0]).all() and (times == times[0]).all()):
-                # A division of 32-bit numbers by one number is what numpy vectorises best.
-                row = (positions // by[0]).astype(np.int64)
-                row *= times[0]
-            else:
-                row = (positions // np.repeat(by, counts)).astype(np.int64)
-                row *= np.repeat(times, counts)
-            flat += row
-        return flat
+        return _lines(self).at(tiles, counts, positions)
 
 
 @dataclass(frozen=True, slots=True)
-class _Lines:
-    """What takes a position in a tile to its canonical row-major index: ``start + p + sum((p // divisor) * factor)``.
+class Lines:
+    """What takes a position in a tile to an index: ``start + sum((p // divisor) * factor)``.
 
-    The coordinate of axis i is ``p // d[i] - (p // d[i - 1]) * e[i]`` with ``d[i]`` the words below it in the tile and
-    ``e[i]`` its extent there, so neighbouring axes share their divisions; an axis that the tile does not cut adds none.
+    For the canonical row-major index, the coordinate of axis i is ``p // d[i] - (p // d[i - 1]) * e[i]`` with ``d[i]`` the
+    words below it in the tile and ``e[i]`` its extent there, so neighbouring axes share their divisions; an axis that the
+    tile does not cut adds none. Layouts that do not cut digits apart inside a tile have the same form.
 
     Attributes:
         start: int64 ``[num_tiles]``, index of the tile's first word.
-        divisors: u32 ``[num_tiles]`` for each axis but the last.
-        factors: int64 ``[num_tiles]``, for each axis but the last.
+        divisors: u32 ``[num_tiles]`` for each term.
+        factors: int64 ``[num_tiles]`` for each term.
+        same: For each term whether all tiles have the same one.
     """
 
     start: np.ndarray
     divisors: tuple[np.ndarray, ...]
     factors: tuple[np.ndarray, ...]
+    same: tuple[bool, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        terms = zip(self.divisors, self.factors, strict=True)
+        same = tuple(not f.any() or bool((d == d[0]).all() and (f == f[0]).all()) for d, f in terms)
+        object.__setattr__(self, "same", same)
+
+    def at(
+        self, tiles: np.ndarray, counts: np.ndarray, positions: np.ndarray, base: np.ndarray | int = 0
+    ) -> np.ndarray:
+        """Indices of words of some tiles.
+
+        Args:
+            tiles: Tile numbers, any integer dtype, ``[T]``.
+            counts: Words of each of them, ``[T]``.
+            positions: u32 ``[n]``, row-major word index inside the tile; ``n = counts.sum()``.
+            base: Added to the indices of each tile: int64 ``[T]``, or one number.
+
+        Returns:
+            int64 ``[n]``.
+        """
+        start = self.start[tiles] + base
+        out = np.repeat(start, counts) if len(tiles) > 1 else np.full(len(positions), start)
+        for divisor, factor, same in zip(self.divisors, self.factors, self.same, strict=True):
+            by, times = (divisor[:1], factor[:1]) if same else (divisor[tiles], factor[tiles])
+            if not times.any():
+                continue
+            if same or bool((by == by[0]).all() and (times == times[0]).all()):
+                # A division of 32-bit numbers by one number is what numpy vectorises best.
+                term = positions if by[0] == 1 else positions // by[0]
+                if times[0] != 1:
+                    term = term.astype(np.int64)
+                    term *= times[0]
+            else:
+                term = (positions // np.repeat(by, counts)).astype(np.int64)
+                term *= np.repeat(times, counts)
+            out += term
+        return out
 
 
 @lru_cache(maxsize=4_096)
-def _lines(grid: TileGrid) -> _Lines:
+def _lines(grid: TileGrid) -> Lines:
     starts, extents = grid.boxes(np.arange(grid.num_tiles))
     strides = [prod(grid.shape[i + 1 :]) for i in range(len(grid.shape))]
     start = starts @ np.array(strides, dtype=np.int64)
@@ -197,7 +222,8 @@ def _lines(grid: TileGrid) -> _Lines:
     for i in range(len(strides) - 1):
         divisors.append(extents[:, i + 1 :].prod(axis=1).astype(np.uint32))
         factors.append(strides[i] - extents[:, i + 1] * strides[i + 1])
-    return _Lines(start, tuple(divisors), tuple(factors))
+    ones = np.ones(grid.num_tiles, dtype=np.int64)
+    return Lines(start, (*divisors, ones.astype(np.uint32)), (*factors, ones))
 
 
 def spread(starts: np.ndarray, extents: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:

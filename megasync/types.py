@@ -144,6 +144,14 @@ class Entries:
         """Words of all touched tiles, changed or not."""
         return int(self.tile_words.sum(dtype=np.int64))
 
+    def mask(self, t: int) -> np.ndarray:
+        """The mask of tile number ``t`` of these: ``<u{word_nbytes}`` ``[tile_words[t]]``, 0 where nothing changed."""
+        last = int(self.counts[: t + 1].sum(dtype=np.int64))
+        mine = slice(last - int(self.counts[t]), last)
+        words = np.zeros(int(self.tile_words[t]), dtype=WORD_DTYPES[self.word_nbytes])
+        words[self.positions[mine]] = self.values[mine]
+        return words
+
 
 class WholeEntries(Entries):
     """Entries given by all words of their tiles, which may be 0; positions and values are found when asked for.
@@ -181,6 +189,11 @@ class WholeEntries(Entries):
     def num_changed(self) -> int:
         """See ``Entries.num_changed``."""
         return int(self.counts.sum(dtype=np.int64))
+
+    def mask(self, t: int) -> np.ndarray:
+        """See ``Entries.mask``; a view."""
+        last = int(self.tile_words[: t + 1].sum(dtype=np.int64))
+        return self.words[last - int(self.tile_words[t]) : last]
 
     def _found(self) -> np.ndarray:
         if self._at is None:

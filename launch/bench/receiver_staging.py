@@ -59,14 +59,14 @@ class Mode:
 
     @classmethod
     def of(cls, applier: Applier, staging: Staging, processes: int) -> Mode:
-        """Make its backend, and stage twice, which makes its arenas."""
+        """Make its backend, and stage a few times, which makes its arenas and the memory of its processes."""
         held = applier._session
         assert held is not None
         backend = ScatterBackend(held.binding, processes=processes, quiet=staging is Staging.QUIET)
         config = replace(applier.config, staging=staging, workers=processes)
         session = replace(held, backend=backend, config=config, pool=ThreadPoolExecutor(processes), staged={})
         mode = cls(staging, processes, backend, applier, session)
-        for _ in range(2):
+        for _ in range(4):
             mode.stage()
         mode.calls.clear()
         return mode

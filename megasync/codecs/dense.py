@@ -21,6 +21,7 @@ from megasync.types import WORD_DTYPES, Entries, WholeEntries
 
 BLOCK_NBYTES = 1 << 20
 _STORED = 1 << 31
+_MISCOUNTED = "frame holds {} changed words, its record says {}"
 _Blocks = tuple[np.ndarray, np.ndarray, list[bytes | np.ndarray]]
 
 
@@ -43,13 +44,12 @@ def mask_of(entries: Entries) -> np.ndarray:
     return mask
 
 
-def entries_of(shape: FrameShape, mask: np.ndarray, *, whole: bool = False) -> Entries:
+def entries_of(shape: FrameShape, mask: np.ndarray) -> Entries:
     """Entries of a frame's mask.
 
     Args:
         shape: What the frame must hold.
         mask: ``<u{w}``, all touched tiles one after the other.
-        whole: Tiles without a changed word are allowed (anchors).
 
     Raises:
         FormatError: Other counts than the frame must hold.
@@ -57,9 +57,9 @@ def entries_of(shape: FrameShape, mask: np.ndarray, *, whole: bool = False) -> E
     words = shape.tile_words.astype(np.int64)
     at = np.flatnonzero(mask)
     if len(at) != shape.num_changed:
-        raise FormatError(f"frame holds {len(at)} changed words, its record says {shape.num_changed}")
+        raise FormatError(_MISCOUNTED.format(len(at), shape.num_changed))
     counts = np.diff(np.searchsorted(at, np.append(np.cumsum(words) - words, words.sum())))
-    if not whole and (counts == 0).any():
+    if (counts == 0).any():
         raise FormatError(f"tile {int(shape.tiles[int(np.argmin(counts))])} is listed but unchanged")
     positions = at - np.repeat(np.cumsum(words) - words, counts)
     return Entries(
@@ -214,7 +214,11 @@ class AnchorCodec(Codec):
         total = int(shape.tile_words.sum(dtype=np.int64)) * shape.word_nbytes
         if len(stored) != total:
             raise FormatError(f"anchor frame: {len(stored)} bytes for tiles of {total}")
-        return entries_of(shape, np.frombuffer(stored, WORD_DTYPES[shape.word_nbytes]), whole=True)
+        words = np.frombuffer(stored, WORD_DTYPES[shape.word_nbytes])
+        entries = WholeEntries(shape.word_nbytes, shape.tensor_ids, shape.tiles, shape.tile_words, words)
+        if entries.num_changed != shape.num_changed:
+            raise FormatError(_MISCOUNTED.format(entries.num_changed, shape.num_changed))
+        return entries
 
 
 ANCHOR_ID = AnchorCodec.id

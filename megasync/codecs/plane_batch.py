@@ -23,10 +23,11 @@ def pack_all(raw: Sequence[np.ndarray], num_threads: int = 1) -> list[bytes]:
     """
     if "multi_compress_to_buffer" not in zstandard.backend_features:
         return [pack(p) for p in raw]
-    views: list[bytes | bytearray | memoryview] = [p.data.cast("B") for p in raw if p.size]
+    views = [p for p in raw if p.size]
     if not views:
         return [b""] * len(raw)
-    packed = iter(plane_compressor().multi_compress_to_buffer(views, threads=max(1, min(num_threads, len(views)))))
+    threads = max(1, min(num_threads, len(views)))
+    packed = iter(plane_compressor().multi_compress_to_buffer(views, threads=threads))  # type: ignore[arg-type]
     out: list[bytes] = []
     for p in raw:
         if not p.size:

@@ -1,8 +1,9 @@
-"""Sparse frames decoded many at a time to their raw planes: what staging for a GPU needs, without a Python step a plane.
+"""Sparse frames decoded many at a time: without a Python step a plane, and with long steps where frames are short.
 
 ``SparseCodec.decode`` makes positions of one frame; here the planes of many frames are unpacked in two calls of the outer
-decoder and stay planes, which is what ``kernels.scatter`` reads. Every rule of the format is checked: lengths and counts
-here, positions and values by ``check_planes`` on the part that is kept. Comes after fetch; must not import torch.
+decoder and stay planes, which is what ``kernels.scatter`` reads, or become the entries of all frames at once. Every rule of
+the format is checked: lengths and counts here, positions and values by ``check_planes`` on the part that is kept, or by
+``decoded``. Comes after fetch; must not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import zstandard
 
 from megasync.codecs.base import FrameShape
-from megasync.codecs.sparse import Segments, raw_planes
+from megasync.codecs.sparse import Segments, positions_and_values, raw_planes
 from megasync.codecs.zstd_walk import check_zstd_frames
 from megasync.errors import FormatError
 from megasync.types import Entries
@@ -72,6 +73,18 @@ class RawFrames:
             [[np.ascontiguousarray(r)] for r in rows],
             [[np.ascontiguousarray(r)] for r in mask],
         )
+
+    def decoded(self) -> Entries:
+        """The changed words of all frames together.
+
+        Raises:
+            FormatError: A position past its segment, a value of 0, or a mask with another count.
+        """
+        rows, masks = ([np.concatenate(p) for p in planes] for planes in (self.entries, self.masks))
+        positions, values = positions_and_values(self.segments, self.counts, self.dense, rows, masks)
+        counts = np.add.reduceat(self.counts, self.segments.first).astype(np.uint32)
+        words = self.tile_words.astype(np.uint32)
+        return Entries(self.word_nbytes, self.tensor_ids, self.tiles, words, counts, positions, values)
 
 
 def unpack_frames(

@@ -18,25 +18,27 @@ from megasync.receiver.kinds import Kinds, kinds_of
 from megasync.receiver.place import place_run
 from megasync.receiver.runs import Run
 from megasync.receiver.sums import CHUNK, Sums
+from megasync.receiver.together import decode_together
 from megasync.types import Entries
 
 MASK_DENSITY = 0.125
 """Changed words from which a mask of the tile takes less memory than an offset, a position and two values a word."""
 
+DECODED_CHANGED = 1 << 19
+"""Changed words that are decoded together: all of a range of frames, so that each kind fills several workspaces."""
 
 PLACED_CHANGED = 1 << 17
-"""Changed words that are placed together: enough for a kind to fill a workspace, few enough that threads share the
-write."""
+"""Changed words from which they are written apart from others: few enough that threads share the write."""
 
 
 class CpuPlaced(Placed):
     """Runs of changed words, and live memory as numpy words."""
 
-    def __init__(self, binding: Binding, names: tuple[str, ...], runs: Sequence[Run], shared: bool) -> None:
+    def __init__(self, binding: Binding, names: tuple[str, ...], runs: Sequence[Run]) -> None:
         self.binding = binding
         self.names = names
         self.runs = tuple(runs)
-        self.shared = shared
+        self.shared = any(p.nibble is not None for r in runs for p in r.parts)
         self.num_changed = sum(len(r.values) for r in runs)
         self.nbytes = sum(r.nbytes for r in runs)
         self._sums: tuple[Sums, Sums] | None = None
@@ -124,57 +126,79 @@ class CpuBackend(Backend):
     def place(self, frames: Sequence[FetchedFrame]) -> list[Placed]:
         """See ``Backend.place``."""
         out: list[Placed] = []
-        pending: dict[int, list[Entries]] = {}
-        for frame in frames:
-            entries = frame.entries()
-            if entries.num_changed >= MASK_DENSITY * entries.num_words:
-                out += mask_placed(self.binding, entries)
+        pending: dict[int, list[FetchedFrame]] = {}
+        for frame, num_words in zip(frames, _words_of(frames), strict=True):
+            record = frame.record
+            if record.num_changed >= MASK_DENSITY * num_words:
+                out += mask_placed(self.binding, frame.entries())
                 continue
-            group = pending.setdefault(entries.word_nbytes, [])
-            group.append(entries)
-            if sum(e.num_changed for e in group) >= PLACED_CHANGED:
-                out += self._placed(pending.pop(entries.word_nbytes))
+            group = pending.setdefault(record.word_nbytes, [])
+            group.append(frame)
+            if sum(f.record.num_changed for f in group) >= DECODED_CHANGED:
+                out += self._placed(decode_together(pending.pop(record.word_nbytes)))
         for group in pending.values():
-            out += self._placed(group)
+            out += self._placed(decode_together(group))
         return out
 
-    def _placed(self, parts: Sequence[Entries]) -> list[Placed]:
-        runs = list(self._runs(parts))
-        shared = any(p.nibble is not None for r in runs for p in r.parts)
-        return [CpuPlaced(self.binding, self.kinds.names, runs, shared)] if runs else []
+    def _placed(self, parts: Sequence[Entries]) -> Iterator[Placed]:
+        runs: list[Run] = []
+        for run in self._runs(parts):
+            runs.append(run)
+            if sum(len(r.values) for r in runs) >= PLACED_CHANGED:
+                yield CpuPlaced(self.binding, self.kinds.names, runs)
+                runs = []
+        if runs:
+            yield CpuPlaced(self.binding, self.kinds.names, runs)
 
     def _runs(self, parts: Sequence[Entries]) -> Iterator[Run]:
         """Tiles of all frames, those of one kind together, cut where a workspace is full."""
-        ids = np.concatenate([e.tensor_ids for e in parts]).astype(np.int64)
-        tiles = np.concatenate([e.tiles for e in parts])
-        counts = np.concatenate([e.counts for e in parts]).astype(np.int64)
-        positions = np.concatenate([e.positions for e in parts])
-        values = np.concatenate([e.values for e in parts])
-        first = np.cumsum(counts) - counts
+        ids = _joined([e.tensor_ids for e in parts]).astype(np.int64)
+        tiles = _joined([e.tiles for e in parts])
+        counts = _joined([e.counts for e in parts]).astype(np.int64)
+        positions = _joined([e.positions for e in parts])
+        values = _joined([e.values for e in parts])
+        last = np.cumsum(counts)
+        first = last - counts
         kind = np.where(self.binding.needs(ids, tiles), self.kinds.of[ids], -1)
         order = np.argsort(kind, kind="stable")
         order = order[np.searchsorted(kind[order], 0) :]
         for chosen in _chunks(order, kind, counts):
-            spans = [slice(int(first[t]), int(first[t] + counts[t])) for t in chosen]
-            k = int(kind[chosen[0]])
-            rows = self.kinds.row[ids[chosen]]
+            # Tiles that follow on one another are one piece of the words.
+            edges = np.flatnonzero(chosen[1:] != chosen[:-1] + 1)
+            starts, stops = first[chosen[[0, *(edges + 1)]]], last[chosen[[*edges, -1]]]
+            spans = [slice(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
             run = place_run(
-                self.kinds.kinds[k],
-                (ids[chosen], self.kinds.bases[k][rows], self.kinds.storages[k][rows]),
-                (self.kinds.starts[k][tiles[chosen]], self.kinds.extents[k][tiles[chosen]]),
+                self.kinds,
+                int(kind[chosen[0]]),
+                ids[chosen],
+                tiles[chosen],
                 counts[chosen],
-                np.concatenate([positions[s] for s in spans]) if len(spans) > 1 else positions[spans[0]],
-                np.concatenate([values[s] for s in spans]) if len(spans) > 1 else values[spans[0]],
-                len(self.kinds.of),
+                _joined([positions[s] for s in spans]),
+                _joined([values[s] for s in spans]),
             )
             if run is not None:
                 yield run
 
 
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _words_of(frames: Sequence[FetchedFrame]) -> list[int]:
+    """Words of the touched tiles of each frame, changed or not."""
+    if not frames:
+        return []
+    num = np.array([len(f.record.tiles) for f in frames])
+    ids, tiles = (_joined([getattr(f.record, name) for f in frames]) for name in ("tensor_ids", "tiles"))
+    words = frames[0].schema.tile_words(ids, tiles)
+    return np.add.reduceat(words, np.cumsum(num) - num, dtype=np.int64).tolist()  # type: ignore[no-any-return]
+
+
 def _chunks(order: np.ndarray, kind: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
-    """Consecutive tiles of one kind with about ``CHUNK`` changed words together."""
+    """Consecutive tiles of one kind, whose changed words together fit a workspace of ``CHUNK``, if those of a tile do."""
     reached = np.cumsum(counts[order])
-    number = (reached - 1) // CHUNK
+    most = int(counts[order].max(initial=0))  # by so much a chunk may pass the size by which it is counted
+    number = (reached - 1) // max(CHUNK - most, CHUNK >> 1)
     starts = np.ones(len(order), dtype=bool)
     starts[1:] = (kind[order][1:] != kind[order][:-1]) | (number[1:] != number[:-1])
     yield from np.split(order, np.flatnonzero(starts)[1:]) if len(order) else ()

@@ -198,11 +198,7 @@ def tile_words(binding: Binding, entries: Entries, t: int) -> tuple[Held, np.nda
     held = binding.held[tensor_id].clipped(box)
     if held is None:
         return None
-    last = int(entries.counts[: t + 1].sum(dtype=np.int64))
-    mine = slice(last - int(entries.counts[t]), last)
-    words = np.zeros(box.num_words, dtype=WORD_DTYPES[entries.word_nbytes])
-    words[entries.positions[mine]] = entries.values[mine]
     at = tuple(
         slice(a - b, a - b + n) for a, b, n in zip(held.layout.start, box.start, held.layout.slice_shape, strict=True)
     )
-    return held, words.reshape(box.extent)[at]
+    return held, entries.mask(t).reshape(box.extent)[at]

@@ -68,7 +68,7 @@ class Fetched:
 
 
 def plan_ranges(manifest: Manifest, frames: np.ndarray, scale: int = 1) -> list[Range]:
-    """Cut the wanted frames in ranges.
+    """Cut the wanted frames in ranges, those of a payload about equally large: several threads are done at the same time then.
 
     Args:
         manifest: The publication.
@@ -86,11 +86,13 @@ def plan_ranges(manifest: Manifest, frames: np.ndarray, scale: int = 1) -> list[
     out: list[Range] = []
     for begin, end in pairwise([0, *(np.flatnonzero(far) + 1).tolist(), len(order)] if len(order) else [0]):
         here = begin
+        # A manifest has no two frames that share a byte, so ends ascend like starts.
+        most_nbytes = _even(np.append(start[begin:end], stop[end - 1 : end]), scale * RANGE_NBYTES)
+        most_changed = _even(words[begin : end + 1], scale * RANGE_CHANGED)
         while here < end:
-            # A manifest has no two frames that share a byte, so ends ascend like starts.
             fits = (
-                int(np.searchsorted(stop[here:end], start[here] + scale * RANGE_NBYTES, side="right")),
-                int(np.searchsorted(words[here + 1 : end + 1], words[here] + scale * RANGE_CHANGED, side="right")),
+                int(np.searchsorted(stop[here:end], start[here] + most_nbytes, side="right")),
+                int(np.searchsorted(words[here + 1 : end + 1], words[here] + most_changed, side="right")),
             )
             last = here + max(1, min(fits))
             first_byte = int(start[here])
@@ -98,6 +100,20 @@ def plan_ranges(manifest: Manifest, frames: np.ndarray, scale: int = 1) -> list[
             out.append(Range(int(payload[here]), first_byte, int(stop[last - 1]) - first_byte, tuple(span)))
             here = last
     return out
+
+
+def _even(bounds: np.ndarray, limit: int) -> int:
+    """What a range may take of a stretch of frames, at most ``limit``, so that as few ranges as possible take about the same.
+
+    Args:
+        bounds: int64 ``[n + 1]``, where each frame begins, and where the last one ends.
+        limit: Of a range.
+    """
+    if len(bounds) < 2:
+        return limit
+    total = int(bounds[-1] - bounds[0])
+    parts = max(1, -(-total // limit))
+    return min(limit, -(-total // parts) + int(np.diff(bounds).max()))
 
 
 def fetch(

@@ -13,7 +13,8 @@ import numpy as np
 from megasync.layout.modes import Remap
 from megasync.receiver.bind import Binding
 from megasync.receiver.leads import Held
-from megasync.tiles import TileGrid
+from megasync.receiver.straight import lines_of
+from megasync.tiles import Lines, TileGrid
 
 _ANYWHERE = "live"
 
@@ -47,6 +48,7 @@ class Kinds:
         row: int32 ``[num_tensors]``, row of each tensor in the arrays of its kind.
         starts: For each kind int64 ``[num_tiles, ndim]``: where its tiles begin.
         extents: For each kind int64 ``[num_tiles, ndim]``: how large they are.
+        lines: For each kind and record: its layout over positions in tiles, and in which tiles that holds.
         bases: For each kind int64 ``[rows, records]``: what to add to the offsets.
         storages: For each kind int32 ``[rows, records]``: index into ``names``.
         names: Storage names.
@@ -57,6 +59,7 @@ class Kinds:
     row: np.ndarray
     starts: tuple[np.ndarray, ...]
     extents: tuple[np.ndarray, ...]
+    lines: tuple[tuple[tuple[Lines, np.ndarray], ...], ...]
     bases: tuple[np.ndarray, ...]
     storages: tuple[np.ndarray, ...]
     names: tuple[str, ...]
@@ -88,6 +91,7 @@ def kinds_of(binding: Binding) -> Kinds:
         row,
         tuple(b[0] for b in boxes),
         tuple(b[1] for b in boxes),
+        tuple(tuple(lines_of(r, *b) for r in k.records) for k, b in zip(found, boxes, strict=True)),
         tuple(np.array(b, dtype=np.int64) for b in bases),
         tuple(np.array(s, dtype=np.int32) for s in storages),
         names,

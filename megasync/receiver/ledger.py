@@ -99,8 +99,8 @@ def check_before(
         FormatError: The base is right and the delta leads elsewhere than its manifest says. Nothing was touched.
     """
     olds, news = (as_lanes(x[_rows(manifest, ids)]) for x in (manifest.touched_olds, manifest.new_states))
-    wrong = (before != olds).any(axis=1)
-    if wrong.any():
+    if not np.array_equal(before, olds):
+        wrong = (before != olds).any(axis=1)
         i = int(np.argmax(wrong))
         raise BaseMismatchError(
             f"version {manifest.version}: live words of {names_of(schema, ids[wrong])} are not those of version "
@@ -108,8 +108,8 @@ def check_before(
             "); nothing was touched. Audit the engine, then load an anchor"
         )
     reached = as_lanes(ledger.table)[ids] + after - before
-    wrong = (reached != news).any(axis=1)
-    if wrong.any():
+    if not np.array_equal(reached, news):
+        wrong = (reached != news).any(axis=1)
         i = int(np.argmax(wrong))
         raise FormatError(
             f"version {manifest.version}: the delta of {names_of(schema, ids[wrong])} leads to state digest "

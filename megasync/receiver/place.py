@@ -9,64 +9,72 @@ from __future__ import annotations
 import numpy as np
 
 from megasync.layout.modes import Remap
-from megasync.receiver.kinds import Kind
+from megasync.receiver.kinds import Kind, Kinds
 from megasync.receiver.runs import Part, Run
 from megasync.schema import runs_of_equal
 
 
 def place_run(
-    kind: Kind,
-    tensors: tuple[np.ndarray, np.ndarray, np.ndarray],
-    boxes: tuple[np.ndarray, np.ndarray],
+    kinds: Kinds,
+    number: int,
+    ids: np.ndarray,
+    tiles: np.ndarray,
     counts: np.ndarray,
     positions: np.ndarray,
     values: np.ndarray,
-    num_tensors: int,
 ) -> Run | None:
     """Evaluate a kind's layout at the changed words of some tiles.
 
     Args:
-        kind: The kind of all tensors concerned.
-        tensors: Tensor id int64 ``[T]``, bases int64 ``[T, records]`` and storage indices int32 ``[T, records]`` of
-            each tile's tensor; equal ids follow on one another.
-        boxes: Starts and extents of the tiles, int64 ``[T, ndim]`` each.
+        kinds: All kinds.
+        number: Which kind all tensors concerned are of.
+        ids: int64 ``[T]``, tensor of each tile; equal ids follow on one another.
+        tiles: ``[T]``, tile numbers.
         counts: int64 ``[T]``, changed words of each tile, none 0.
         positions: u32 ``[n]``.
         values: ``<u{w}`` ``[n]``.
-        num_tensors: Tensors of the schema; replicas are counted under id + this.
 
     Returns:
         The run, None where this rank holds none of the words.
     """
-    ids, bases, storages = tensors
-    starts, extents = boxes
-    coords = coordinates(starts, extents, counts, positions)
-    tile = None
-    units = [_units(kind, r, coords, starts, extents) for r in kind.records]
-    held = _covered(units, kind.lead, len(positions))
-    if held is not None:
-        tile = np.repeat(np.arange(len(ids)), counts)[held]
-        if not len(tile):
-            return None
-        counts = np.bincount(tile, minlength=len(ids))
-        some = counts > 0
-        ids, bases, storages, counts = ids[some], bases[some], storages[some], counts[some]
-        coords, values = [c[held] for c in coords], values[held]
+    kind = kinds.kinds[number]
+    rows = kinds.row[ids]
+    bases, storages = kinds.bases[number][rows], kinds.storages[number][rows]
+    flat = kind.grid.flat_words(tiles, counts, positions)
+    units: list[_Units]
+    if all(bool(straight[tiles].all()) for _, straight in kinds.lines[number]):
+        units = [
+            [(None, lines.at(tiles, counts, positions, bases[:, i]), 0)]
+            for i, (lines, _) in enumerate(kinds.lines[number])
+        ]
+    else:
+        starts, extents = kinds.starts[number][tiles], kinds.extents[number][tiles]
+        coords = coordinates(starts, extents, counts, positions)
         units = [_units(kind, r, coords, starts, extents) for r in kind.records]
-    flat = coords[0]
-    for extent, c in zip(kind.grid.shape[1:], coords[1:], strict=True):
-        flat = flat * extent + c
+        held = _covered(units, kind.lead, len(positions))
+        if held is not None:
+            tile = np.repeat(np.arange(len(ids)), counts)[held]
+            if not len(tile):
+                return None
+            counts = np.bincount(tile, minlength=len(ids))
+            some = counts > 0
+            ids, bases, storages, counts = ids[some], bases[some], storages[some], counts[some]
+            coords, flat, values = [c[held] for c in coords], flat[held], values[held]
+            units = [_units(kind, r, coords, starts, extents) for r in kind.records]
+        for i, found in enumerate(units):
+            for select, offsets, _ in found:
+                _add(offsets, select, bases[:, i], counts)
     parts: list[Part] = []
     for i, (record, found) in enumerate(zip(kind.records, units, strict=True)):
         for select, offsets, k in found:
-            parts += _parts(record, kind.lead[i], select, offsets, k, counts, bases[:, i], storages[:, i])
+            parts += _parts(record, kind.lead[i], select, offsets, k, counts, storages[:, i])
     parts.sort(key=lambda p: not p.lead)
     segments = runs_of_equal(ids)
     ends = np.cumsum(counts)
     bounds = np.array([0, *(int(ends[stop - 1]) for _, stop in segments)], dtype=np.int64)
     counted = _covered(units, kind.primary, len(values))
-    tensor = ids[[a for a, _ in segments]].astype(np.int64)
-    return Run(tensor, tensor + num_tensors, bounds, flat, values, tuple(parts), counted)
+    tensor = ids[[a for a, _ in segments]]
+    return Run(tensor, tensor + len(kinds.of), bounds, flat, values, tuple(parts), counted)
 
 
 def coordinates(starts: np.ndarray, extents: np.ndarray, counts: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
@@ -138,6 +146,15 @@ def _covered(units: list[_Units], chosen: tuple[bool, ...], n: int) -> np.ndarra
     return None if out.all() else out
 
 
+def _add(offsets: np.ndarray, select: np.ndarray | None, bases: np.ndarray, counts: np.ndarray) -> None:
+    """Add the bases of the words' tensors to their offsets."""
+    if bool((bases == bases[0]).all()):
+        offsets += bases[0]
+    else:
+        each = np.repeat(bases, counts)
+        offsets += each if select is None else each[select]
+
+
 def _parts(
     record: Remap,
     lead: bool,
@@ -145,15 +162,8 @@ def _parts(
     offsets: np.ndarray,
     k: int,
     counts: np.ndarray,
-    bases: np.ndarray,
     storages: np.ndarray,
 ) -> list[Part]:
-    if len(bases) == 1 or bool((bases == bases[0]).all()):
-        if bases[0]:
-            offsets += bases[0]
-    else:
-        each = np.repeat(bases, counts)
-        offsets += each if select is None else each[select]
     segments: tuple[tuple[int, int, int], ...]
     if bool((storages == storages[0]).all()):
         segments = ((int(storages[0]), 0, len(offsets)),)

@@ -88,7 +88,7 @@ class ScatterBackend(Backend):
     name = "scatter"
     threads = True
     entry_nbytes = 16
-    range_scale = 4
+    range_scale = 8
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ from megasync.receiver.scatter_store import DENSE, ENTRIES, Store, StoreShape
 
 T = TypeVar("T")
 
+Upload = Callable[[torch.Tensor, torch.Tensor], None]
+
 _HOST_SLACK = 8  # an eighth of the entries more than asked for: versions differ, and an arena is dear to make
 _DEVICE_GRAIN = 1 << 20  # entries: a twin that grows by less would be made anew at every version
 _numbers = count(1)
@@ -70,8 +72,14 @@ class Arena:
         """The first entries and mask words, where they are."""
         return Planes(self.word_nbytes, counts, self.entries[:, :num_entries], self.dense[:, :num_dense])
 
-    def on_device(self, counts: torch.Tensor, num_entries: int, num_dense: int) -> Planes:
+    def on_device(self, counts: torch.Tensor, num_entries: int, num_dense: int, upload: Upload) -> Planes:
         """Copy the first entries and mask words to the device.
+
+        Args:
+            counts: See `Planes`.
+            num_entries: How many entries.
+            num_dense: How many mask words.
+            upload: Copies a plane into its part of the twin.
 
         Returns:
             The twin's part; on the CPU the host side itself.
@@ -87,7 +95,7 @@ class Arena:
         for name, source, num in (("entries", self.entries, num_entries), ("dense", self.dense, num_dense)):
             target = self._twin(name, source.shape[0], num)[:, :num]
             for row in range(source.shape[0] if num else 0):
-                target[row].copy_(source[row, :num], non_blocking=True)
+                upload(target[row], source[row, :num])
             parts.append(target)
         return Planes(self.word_nbytes, counts, *parts)
 

@@ -53,11 +53,13 @@ class Pace:
 
     Attributes:
         num_entries: Entries of a launch, at least a segment of 65,536: a launch should be short against a token.
-        pause_s: Between launches: about as long as a token, so that none is met by many of them.
+        copied_nbytes: Bytes of a copy to the device.
+        pause_s: After each of them: about as long as a token, so that none is met by many of them.
     """
 
     num_entries: int = 1 << 20
-    pause_s: float = 2e-3
+    copied_nbytes: int = 8 << 20
+    pause_s: float = 5e-3
 
 
 class Passes:
@@ -65,11 +67,23 @@ class Passes:
 
     Args:
         ring: Slots in HBM that pinned planes pass through; None where planes are on the device (or all on the CPU).
-        pace: How a read that is not part of a pause goes; None for all at once.
+        pace: How copies and a read that are not part of a pause go; None for all at once.
     """
 
     def __init__(self, ring: EntryRing | None = None, pace: Pace | None = None) -> None:
         self.ring, self.pace = ring, pace
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy staged bytes, uint8 ``[n]``, to the device, at the pace that was given.
+
+        *Stream*: the current one; nothing is waited for but the pauses.
+        """
+        if self.pace is None or target.device.type != "cuda":
+            target.copy_(source, non_blocking=True)
+            return
+        for a, b in zip(target.split(self.pace.copied_nbytes), source.split(self.pace.copied_nbytes), strict=True):
+            a.copy_(b, non_blocking=True)
+            sleep(self.pace.pause_s)
 
     def steps(self, plan: ScatterPlan) -> list[Step]:
         """The steps of a pass."""

@@ -61,7 +61,6 @@ class ScatterPlaced(Placed):
         with queue.running():
             touched = _touched(layout, load)
             self._primary = Totals(touched, layout.device)
-            self._replica = Totals(touched + len(layout.binding.schema.tensors), layout.device)
             self._flags = torch.zeros(4, dtype=torch.int32, device=layout.device)
             self._host_flags = torch.zeros(4, dtype=torch.int32, pin_memory=layout.device.type == "cuda")
             self._units = [
@@ -69,7 +68,9 @@ class ScatterPlaced(Placed):
                 for key, pieces in load.pieces.items()
                 if (unit := self._unit(layout.words[key[0]], pieces, load.arenas[key], passes[key[0]], resident))
             ]
-        self._has_replicas = any(u.replicas for u in self._units)
+            self._replica = None
+            if any(u.replicas for u in self._units):
+                self._replica = Totals(touched + len(layout.binding.schema.tensors), layout.device)
         tables = sum(r.plan.nbytes for u in self._units for r in (u.places, *u.others))
         lanes = sum(u.lanes.numel() * 8 for u in self._units)
         planes = sum(u.planes.entries.numel() + u.planes.dense.numel() for u in self._units)
@@ -84,7 +85,7 @@ class ScatterPlaced(Placed):
             return None
         end = pieces[-1].end_entry, pieces[-1].end_dense
         counts = torch.from_numpy(plans[0].counts)
-        planes = (arena.on_device if resident else arena.on_host)(counts, *end)
+        planes = arena.on_device(counts, *end, passes.upload) if resident else arena.on_host(counts, *end)
         shape = sum(p is not None for p in plans), len(words.ids), 4
         lanes = torch.zeros(shape, dtype=torch.int64, device=self.layout.device)
         free = iter(lanes)
@@ -210,8 +211,10 @@ class ScatterPlaced(Placed):
 
     def _totals(self) -> tuple[Sums, Sums]:
         """What was read, by tensor: live words, and what they are after the next XOR. Waits."""
-        pairs = ((self._primary, "places"), (self._replica, "replicas"))
-        for totals, name in pairs[: 1 + self._has_replicas]:
+        pairs = [(self._primary, "places")]
+        if self._replica is not None:
+            pairs.append((self._replica, "replicas"))
+        for totals, name in pairs:
             totals.device.zero_()
             for unit in self._units:
                 reading: Reading | None = getattr(unit, name)
@@ -221,7 +224,7 @@ class ScatterPlaced(Placed):
         self._host_flags.copy_(self._flags, non_blocking=True)
         self.queue.wait()
         self._check()
-        parts = [totals.sums() for totals, _ in pairs[: 1 + self._has_replicas]]
+        parts = [totals.sums() for totals, _ in pairs]
         before, after = (Sums.join(p[k] for p in parts) for k in (0, 1))
         return before, after
 

@@ -14,9 +14,8 @@ from threading import Lock
 
 import numpy as np
 
-from megasync.codecs.base import FrameShape
 from megasync.codecs.sparse import SparseCodec
-from megasync.codecs.sparse_batch import RawFrames, unpack_frames
+from megasync.codecs.sparse_batch import RawFrames
 from megasync.errors import FormatError, RetryError
 from megasync.manifest import Manifest
 from megasync.receiver.backend import FetchedFrame
@@ -25,9 +24,12 @@ from megasync.receiver.scatter_keep import keep_part
 from megasync.receiver.scatter_layout import DeviceLayout
 from megasync.receiver.scatter_rows import Piece
 from megasync.receiver.scatter_store import DENSE, ENTRIES, Need, StoreShape, full_room
+from megasync.receiver.together import unpack_together
 
 MIN_ENTRIES = 1 << 18
 """Entries, and mask words, that an arena is asked to have room for beyond what is sure: a range more than expected."""
+
+_TABLE_SLACK = 8  # an eighth of a rank's tiles may be listed by two frames, before a second arena is needed
 
 _SLACK = 1.15  # an estimate of this rank's share of the entries is rarely further off
 
@@ -103,7 +105,7 @@ class Loader:
                 self._keep(RawFrames.of(frame.entries()))
         for same in sparse.values():
             try:
-                self._keep(_unpack(same))
+                self._keep(unpack_together(same))
             except FormatError:
                 for frame in same:
                     frame.entries()  # names the frame that is at fault
@@ -176,12 +178,16 @@ class Loader:
         self.wrote(part.num_changed)
 
     def _shape(self, w: int, need: Need, *, first: bool) -> StoreShape:
-        """What an arena must have room for: ``need``, and what is expected to come after it."""
+        """What an arena must have room for: ``need``, and what is expected to come after it.
+
+        The same for every version of a run, whichever range of it comes first: to make an arena anew takes a large part of a
+        second, in which the driver lets nothing be launched.
+        """
         schema = self.layout.binding.schema
         full = self._pool.once(("room", w), lambda: full_room(self.layout.view, w, schema.word_nbytes))
-        room = [a + b for a, b in zip(full, need, strict=True)]
+        room = [max(a + a // _TABLE_SLACK, b) for a, b in zip(full, need, strict=True)]
         room[ENTRIES] = max(need[ENTRIES] + MIN_ENTRIES, self._expected.get(w, 0) if first else 0)
-        room[DENSE] = need[DENSE] + MIN_ENTRIES if need[DENSE] else 0
+        room[DENSE] = need[DENSE] + MIN_ENTRIES
         return StoreShape.of(self.layout.view, w, tuple(room))
 
 
@@ -190,21 +196,3 @@ def _expected(layout: DeviceLayout, manifest: Manifest, frames: np.ndarray) -> d
     columns = manifest.frames.columns
     sizes, changed = columns["word_nbytes"][frames], columns["num_changed"][frames].astype(np.int64)
     return {w: int(changed[sizes == w].sum() * min(1.0, s * _SLACK)) for w, s in layout.share.items()}
-
-
-def _unpack(frames: Sequence[FetchedFrame]) -> RawFrames:
-    records = [f.record for f in frames]
-    ids = np.concatenate([r.tensor_ids for r in records])
-    tiles = np.concatenate([r.tiles for r in records])
-    num_planes = {len(r.plane_nbytes) for r in records}
-    if num_planes != {3 + 2 * records[0].word_nbytes}:
-        raise FormatError(f"sparse frames with {sorted(num_planes)} planes, expected {3 + 2 * records[0].word_nbytes}")
-    changed = np.array([r.num_changed for r in records], dtype=np.int64)
-    words = frames[0].schema.tile_words(ids, tiles)
-    return unpack_frames(
-        FrameShape(records[0].word_nbytes, ids, tiles, words, int(changed.sum())),
-        np.array([len(r.tiles) for r in records], dtype=np.int64),
-        changed,
-        [f.stored for f in frames],
-        np.array([r.plane_nbytes for r in records], dtype=np.int64),
-    )

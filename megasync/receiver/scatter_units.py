@@ -68,12 +68,12 @@ class Unit:
 
 
 class Totals:
-    """Sums of touched tensors, on the device and in host memory."""
+    """Sums of touched tensors, on the device and in host memory; both hold nothing until they are written."""
 
     def __init__(self, ids: np.ndarray, device: torch.device) -> None:
         self.ids = ids
-        self.device = torch.zeros((len(ids), 4), dtype=torch.int64, device=device)
-        self.host = torch.zeros((len(ids), 4), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.device = torch.empty((len(ids), 4), dtype=torch.int64, device=device)
+        self.host = torch.empty((len(ids), 4), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def sums(self) -> tuple[Sums, Sums]:
         """Live words, and what they are after the next XOR."""

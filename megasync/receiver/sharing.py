@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-INTERVAL_S = 1e-4
+INTERVAL_S = 2e-5
 
 _lock = Lock()
 _inside: list[float] = []  # the interval found by the first, once for each that is inside

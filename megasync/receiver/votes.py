@@ -24,7 +24,7 @@ _MAX_CAUSE = 2000
 class _Ballot(msgspec.Struct, array_like=True, frozen=True):
     kind: str
     error: str | None
-    data: bytes
+    data: memoryview
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Vote:
         result: Every rank's bytes, once the vote is over.
     """
 
-    data: bytes = b""
-    result: list[bytes] = field(default_factory=list)
+    data: bytes | memoryview = b""
+    result: list[memoryview] = field(default_factory=list)
 
 
 @contextmanager
@@ -66,10 +66,10 @@ def vote(engine: Engine, what: str) -> Iterator[Vote]:
             raise
         error = e
     if engine.num_ranks == 1:
-        mine.result = [mine.data]
+        mine.result = [memoryview(mine.data)]
         return
     text = None if error is None else str(error)[:_MAX_CAUSE]
-    ballot = _Ballot(type(error).__name__, text, b"" if error is not None else mine.data)
+    ballot = _Ballot(type(error).__name__, text, memoryview(b"" if error is not None else mine.data))
     raw = engine.gather(msgspec.msgpack.encode(ballot))
     ballots = [msgspec.msgpack.decode(b, type=_Ballot) for b in raw]
     causes = {rank: f"{b.kind}: {b.error}" for rank, b in enumerate(ballots) if b.error is not None}

@@ -7,7 +7,7 @@ import torch, receiver or an adapter.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from megasync.versions.changes import CLOSE_ENTRIES
 from megasync.versions.encode import EncodedDelta
 
 _SPARSE = SparseCodec()
+_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Strip:
 
     def row(self, k: int, start: int, stop: int) -> list[np.ndarray]:
         """Bytes ``start`` to ``stop`` of plane ``k``: views, one for each part that they touch."""
+        if len(self._parts) == 1:
+            return [self._parts[0][k, start:stop]] if start < stop else []
         out: list[np.ndarray] = []
         i = bisect_right(self._ends, start)
         while start < stop:
@@ -105,7 +108,11 @@ class RawPlanes:
 
 
 class _Changed:
-    """The changed tiles of one compaction, and where each lies in its planes."""
+    """The changed tiles of one compaction, and where each lies in its planes.
+
+    What frames ask for one by one is a list of plain numbers: picked out of arrays, they would take longer than compressing
+    does, with the interpreter that the trainer launches its kernels from.
+    """
 
     def __init__(self, raw: RawPlanes) -> None:
         self.raw = raw
@@ -120,17 +127,23 @@ class _Changed:
         self.ids, self.tiles, self.words = table.tensor_ids[at], table.tiles[at], table.tile_words[at]
         self.num_changed = per_tile[at]
         # Tiles without changes have no entries: what a changed tile ends with, the next changed one begins with.
-        self.entry = np.append(entries[first[at]], entries[-1])
-        self.mask = np.append(words[first[at]], words[-1])
+        self.entry: list[int] = np.append(entries[first[at]], entries[-1]).tolist()
+        self.mask: list[int] = np.append(words[first[at]], words[-1]).tolist()
         num_segments = np.diff(first)[at]
-        self.segment = np.append(0, np.cumsum(num_segments))
-        self.counts = counts[np.repeat(per_tile > 0, np.diff(first))]
+        self.segment: list[int] = np.append(0, np.cumsum(num_segments)).tolist()
+        counts = counts[np.repeat(per_tile > 0, np.diff(first))]
+        self._counts = counts_plane(counts).reshape(4, -1)
+
+    def counts(self, a: int, b: int) -> np.ndarray:
+        """Bytes of the counts of changed tiles ``a`` to ``b``, uint8 ``[4, S]``."""
+        return self._counts[:, self.segment[a] : self.segment[b]]
 
     def planes(self, a: int, b: int) -> list[list[np.ndarray]]:
         """Gap, value and dense planes of changed tiles ``a`` to ``b``, each in parts."""
         w, raw = self.raw.table.word_nbytes, self.raw
-        e, m = (int(self.entry[a]), int(self.entry[b])), (int(self.mask[a]), int(self.mask[b]))
-        return [raw.entries.row(k, *e) for k in range(2 + w)] + [raw.dense.row(k, *m) for k in range(w)]
+        e, m = (self.entry[a], self.entry[b]), (self.mask[a], self.mask[b])
+        dense = [raw.dense.row(k, *m) for k in range(w)] if m[0] < m[1] else [[]] * w
+        return [raw.entries.row(k, *e) for k in range(2 + w)] + dense
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,7 @@ class RawFrame:
         tensor_ids: u32 ``[T]``.
         tiles: u32 ``[T]``.
         tile_words: u32 ``[T]``.
+        num_words: Words of all its tiles.
         num_changed: Changed words.
         runs: Where its planes are: changed tiles ``a`` to ``b`` of a compaction, in order.
     """
@@ -152,20 +166,23 @@ class RawFrame:
     tensor_ids: np.ndarray
     tiles: np.ndarray
     tile_words: np.ndarray
+    num_words: int
     num_changed: int
     runs: tuple[tuple[_Changed, int, int], ...]
 
     def planes(self) -> list[np.ndarray]:
         """Raw planes in the order of the ``sparse`` codec, each contiguous."""
-        counts = [c.counts[c.segment[a] : c.segment[b]] for c, a, b in self.runs]
-        out = [counts_plane(_joined(counts))]
+        counts = [c.counts(a, b) for c, a, b in self.runs]
+        out = [(counts[0] if len(counts) == 1 else np.concatenate(counts, axis=1)).flatten()]
         parts = [c.planes(a, b) for c, a, b in self.runs]
+        if len(parts) == 1:
+            return out + [_joined(p) for p in parts[0]]
         return out + [_joined([x for p in parts for x in p[k]]) for k in range(len(parts[0]))]
 
     @property
     def is_sparse(self) -> bool:
         """Whether ``auto`` takes the ``sparse`` codec for it."""
-        return self.num_changed < DENSE_DENSITY * int(self.tile_words.sum(dtype=np.int64))
+        return self.num_changed < DENSE_DENSITY * self.num_words
 
     def entries(self) -> Entries:
         """The changed words themselves."""
@@ -177,7 +194,7 @@ class RawFrame:
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     if len(parts) == 1:
         return parts[0]
-    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+    return np.concatenate(parts) if parts else _NOTHING
 
 
 def cut_bounds(group: np.ndarray, num_changed: np.ndarray, nbytes: np.ndarray) -> list[int]:
@@ -191,15 +208,15 @@ def cut_bounds(group: np.ndarray, num_changed: np.ndarray, nbytes: np.ndarray) -
     Returns:
         First tile of each frame, then the number of tiles.
     """
-    entries = np.append(0, np.cumsum(num_changed))
-    weights = np.append(0, np.cumsum(nbytes))
-    ends = np.array([b for _, b in runs_of_equal(group)], dtype=np.int64)
+    entries: list[int] = np.append(0, np.cumsum(num_changed)).tolist()
+    weights: list[int] = np.append(0, np.cumsum(nbytes)).tolist()
     bounds, a = [0], 0
-    while a < len(group):
-        full = int(np.searchsorted(entries, entries[a] + CLOSE_ENTRIES, side="left"))
-        heavy = int(np.searchsorted(weights, weights[a] + MAX_FRAME_NBYTES, side="right")) - 1
-        a = min(full, max(heavy, a + 1), int(ends[np.searchsorted(ends, a, side="right")]))
-        bounds.append(a)
+    for _, end in runs_of_equal(group):
+        while a < end:
+            full = bisect_left(entries, entries[a] + CLOSE_ENTRIES, a)
+            heavy = bisect_right(weights, weights[a] + MAX_FRAME_NBYTES, a) - 1
+            a = min(full, max(heavy, a + 1), end)
+            bounds.append(a)
     return bounds
 
 
@@ -227,13 +244,17 @@ def cut(schema: Schema, raws: Sequence[RawPlanes]) -> list[RawFrame]:
     w = schema.word_nbytes[ids].astype(np.int64)
     group = (schema.layers[ids].astype(np.int64) << 8) | w
     bounds = cut_bounds(group, changed, words * w)
+    first, sizes = bounds[:-1], words.astype(np.uint32)
+    layers, widths = schema.layers[ids[first]].tolist(), w[first].tolist()
+    num_words, num_changed = np.add.reduceat(words, first).tolist(), np.add.reduceat(changed, first).tolist()
+    switches = np.append(0, np.cumsum(which[1:] != which[:-1])).tolist()
+    owner, place = which.tolist(), index.tolist()
     out = []
-    for a, b in zip(bounds[:-1], bounds[1:], strict=True):
-        spans = [(0, b - a)] if (which[a:b] == which[a]).all() else runs_of_equal(which[a:b])
-        runs = tuple((found[which[a + i]], int(index[a + i]), int(index[a + j - 1]) + 1) for i, j in spans)
-        sizes = words[a:b].astype(np.uint32)
-        layer = int(schema.layers[ids[a]])
-        out.append(RawFrame(layer, int(w[a]), ids[a:b], tiles[a:b], sizes, int(changed[a:b].sum()), runs))
+    for i, (a, b) in enumerate(zip(first, bounds[1:], strict=True)):
+        spans = [(0, b - a)] if switches[a] == switches[b - 1] else runs_of_equal(which[a:b])
+        runs = tuple((found[owner[a + j]], place[a + j], place[a + k - 1] + 1) for j, k in spans)
+        tables = ids[a:b], tiles[a:b], sizes[a:b]
+        out.append(RawFrame(layers[i], widths[i], *tables, num_words[i], num_changed[i], runs))
     return out
 
 

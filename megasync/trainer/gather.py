@@ -21,6 +21,7 @@ from megasync.errors import RankFailedError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_BATCH_NBYTES = 1 << 20
 CHUNK_NBYTES = 16 << 20
 """Largest message, and all that a writer ever holds of a payload."""
 
@@ -134,8 +135,7 @@ def receive(
     buffer = torch.empty(min(CHUNK_NBYTES, int(sizes.max(initial=0))), dtype=torch.uint8, device=device)
     for owner in placement.owners(payload):
         if owner == me:
-            for part in own:
-                yield memoryview(part)
+            yield from _batches(own)
             continue
         left = int(sizes[owner])
         while left:
@@ -144,6 +144,20 @@ def receive(
             _wait(work, f"receiving the payload of rank {owner}", timeout_s, owner)
             yield message.cpu().numpy().data
             left -= message.numel()
+
+
+def _batches(parts: Iterable[bytes]) -> Iterator[memoryview]:
+    """Parts joined to a megabyte or more: a sink then writes a few times, not once for each of some thousand planes."""
+    batch: list[bytes] = []
+    nbytes = 0
+    for part in parts:
+        batch.append(part)
+        nbytes += len(part)
+        if nbytes >= _BATCH_NBYTES:
+            yield memoryview(batch[0] if len(batch) == 1 else b"".join(batch))
+            batch, nbytes = [], 0
+    if nbytes:
+        yield memoryview(b"".join(batch))
 
 
 def chunks(parts: Iterable[bytes]) -> Iterator[bytearray]:

@@ -8,6 +8,7 @@ take the fused kernel of megasync.kernels and give the same entries. Must not im
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,12 +16,38 @@ from megasync.digest import box_lanes
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema
 from megasync.trainer.snapshot import Snapshot, to_tile, words_of
-from megasync.types import Lanes, WholeEntries
-from megasync.versions.changes import MaskedFrame, TileChange, compare, cut_frames, mask_frame
+from megasync.types import WORD_DTYPES, Lanes, WholeEntries
+from megasync.versions.changes import (
+    CLOSE_ENTRIES,
+    ChangedUnits,
+    MaskedFrame,
+    changed_units,
+    cut_frames,
+    differences,
+    frame_of,
+    units_of,
+)
 
 __all__ = ["anchor_frames", "mask_regions", "words_of"]
 
-_Write = tuple[np.ndarray, np.ndarray, np.ndarray]
+_BATCH_ENTRIES = 4 * CLOSE_ENTRIES
+
+
+@dataclass(slots=True)
+class _Tile:
+    """A changed tile: what was found in each of its regions.
+
+    Attributes:
+        tensor_id: Schema id.
+        tile: Tile number.
+        found: Region and changed units, in region order.
+        num_changed: Changed words.
+    """
+
+    tensor_id: int
+    tile: int
+    found: list[tuple[int, ChangedUnits]]
+    num_changed: int
 
 
 def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
@@ -36,42 +63,72 @@ def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
     Yields:
         Frames with at least one changed word (see ``versions.changes.cut_frames`` for where they end).
     """
-    writes: dict[tuple[int, int], list[_Write]] = {}
-    for tiles in cut_frames(schema, _changed_tiles(schema, snapshot, writes)):
-        frame = mask_frame(schema, tiles)
-        # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
-        for tile in tiles:
-            for kept, index, words in writes.pop((tile.tensor_id, tile.tile)):
-                kept[index] = words
-        yield frame
+    for group in _batches(cut_frames(schema, _changed_tiles(snapshot))):
+        for tiles in group:
+            frame = _frame(schema, snapshot, tiles)
+            # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
+            for tile in tiles:
+                for region, units in tile.found:
+                    snapshot.host_units[region][0][units.at] = units.new
+            yield frame
 
 
-def _changed_tiles(
-    schema: Schema, snapshot: Snapshot, writes: dict[tuple[int, int], list[_Write]]
-) -> Iterator[TileChange]:
-    """Changed tiles in order, the regions of one tile joined; what is to be written goes to ``writes``."""
-    pending: list[TileChange] = []
-    for region, (kept, live) in zip(snapshot.regions, snapshot.host_views, strict=True):
-        found = compare(kept, live)
-        if pending and (pending[0].tensor_id, pending[0].tile) != (region.tensor_id, region.tile):
-            yield _joined(pending)
-            pending = []
-        if not len(found.index):
-            continue
-        writes.setdefault((region.tensor_id, region.tile), []).append((kept, found.index, found.new))
-        position = to_tile(schema, region, found.index)
-        pending.append(TileChange(region.tensor_id, region.tile, position, found.old, found.new))
+def _batches(frames: Iterator[list[_Tile]]) -> Iterator[list[list[_Tile]]]:
+    """Frames in batches: comparing drives code out of the cache, so what follows runs on several frames in a row."""
+    batch: list[list[_Tile]] = []
+    num = 0
+    for tiles in frames:
+        batch.append(tiles)
+        num += sum(tile.num_changed for tile in tiles)
+        if num >= _BATCH_ENTRIES:
+            yield batch
+            batch, num = [], 0
+    if batch:
+        yield batch
+
+
+def _changed_tiles(snapshot: Snapshot) -> Iterator[_Tile]:
+    """Changed tiles in order, the regions of one tile joined."""
+    pending: _Tile | None = None
+    views = zip(snapshot.regions, snapshot.host_views, snapshot.host_units, strict=True)
+    for i, (region, (_, live), (kept, units)) in enumerate(views):
+        for found in changed_units(kept, units_of(live) if units is None else units):
+            num = found.num_changed(live.dtype)
+            if pending and pending.tile == region.tile and pending.tensor_id == region.tensor_id:
+                pending.found.append((i, found))
+                pending.num_changed += num
+                continue
+            if pending:
+                yield pending
+            pending = _Tile(region.tensor_id, region.tile, [(i, found)], num)
     if pending:
-        yield _joined(pending)
+        yield pending
 
 
-def _joined(parts: list[TileChange]) -> TileChange:
-    if len(parts) == 1:
-        return parts[0]
-    positions = np.concatenate([p.positions for p in parts])
-    order = np.argsort(positions, kind="stable")
-    old, new = np.concatenate([p.old for p in parts]), np.concatenate([p.new for p in parts])
-    return TileChange(parts[0].tensor_id, parts[0].tile, positions[order], old[order], new[order])
+def _frame(schema: Schema, snapshot: Snapshot, tiles: list[_Tile]) -> MaskedFrame:
+    """The frame of some tiles; words are looked at here, those of all its tiles at once."""
+    word = np.dtype(WORD_DTYPES[schema.tensors[tiles[0].tensor_id].word_nbytes])
+    found = differences([units for tile in tiles for _, units in tile.found], word)
+    position, old, new = found.index, found.old, found.new
+    start = 0
+    for tile in tiles:
+        stop = start + tile.num_changed
+        if not snapshot.regions[tile.found[0][0]].whole:
+            at = slice(start, stop)
+            position[at] = _positions(schema, snapshot, tile, word, position[at])
+            order = start + np.argsort(position[at], kind="stable")
+            position[at], old[at], new[at] = position[order], old[order], new[order]
+        start = stop
+    return frame_of(schema, tiles, position.astype(np.uint32), old, new)
+
+
+def _positions(schema: Schema, snapshot: Snapshot, tile: _Tile, word: np.dtype, index: np.ndarray) -> np.ndarray:
+    """Word index in the tile of the changed words of a tile that a cut crosses, given their index in their regions."""
+    edges = np.cumsum([units.num_changed(word) for _, units in tile.found])[:-1]
+    parts = np.split(index, edges)
+    return np.concatenate(
+        [to_tile(schema, snapshot.regions[i], part) for (i, _), part in zip(tile.found, parts, strict=True)]
+    )
 
 
 def anchor_frames(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:

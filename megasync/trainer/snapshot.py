@@ -76,6 +76,22 @@ class Snapshot:
         """
         return [(self.words(i), words_of(r.data)) for i, r in enumerate(self.regions)]
 
+    @cached_property
+    def host_units(self) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Of every region the words kept and the live ones as 8-byte units (``<u8``), views, as ``host_views``.
+
+        Zeros fill up the last unit of those kept. Live ones are None where words do not lie together or fill whole units:
+        ``versions.changes.units_of`` copies those.
+        """
+        out: list[tuple[np.ndarray, np.ndarray | None]] = []
+        for i, (kept, live) in enumerate(self.host_views):
+            start = int(self.offsets[i])
+            padded = self.arena[start : start - kept.nbytes // -8 * 8].numpy()
+            padded[kept.nbytes :] = 0  # nothing else uses what lies between regions
+            together = live.flags.c_contiguous and live.nbytes % 8 == 0
+            out.append((padded.view("<u8"), live.reshape(-1).view("<u8") if together else None))
+        return out
+
     def tensor(self, i: int) -> torch.Tensor:
         """Words of region ``i`` where the arena is: an integer dtype of the word size, shape of the box."""
         return self._bytes(i).view(SAME_SIZE[self.word_nbytes(i)]).view(self.regions[i].box.extent)

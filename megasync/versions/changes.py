@@ -7,8 +7,9 @@ by the tools, which compare checkpoints on machines without a trainer. Must not 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,6 +42,11 @@ class TileChange:
     positions: np.ndarray
     old: np.ndarray
     new: np.ndarray
+
+    @property
+    def num_changed(self) -> int:
+        """Changed words."""
+        return len(self.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,24 @@ class Differences:
     new: np.ndarray
 
 
+class ChangedUnits(NamedTuple):
+    """The 8-byte units of a run of words in which some word changed: what a comparison finds without looking at words.
+
+    Attributes:
+        at: int64 ``[k]``, number of each unit in the run, ascending.
+        old: ``<u8`` ``[k]``.
+        new: ``<u8`` ``[k]``.
+    """
+
+    at: np.ndarray
+    old: np.ndarray
+    new: np.ndarray
+
+    def num_changed(self, word: np.dtype) -> int:
+        """Changed words of a dtype in these units."""
+        return int(np.count_nonzero((self.old ^ self.new).view(word)))
+
+
 def compare(old: np.ndarray, new: np.ndarray) -> Differences:
     """Where two runs of words differ, and what they are there.
 
@@ -82,28 +106,55 @@ def compare(old: np.ndarray, new: np.ndarray) -> Differences:
         old: ``<u{w}`` ``[n]``, contiguous.
         new: ``<u{w}``, n words in any shape and strides.
     """
-    new = contiguous(new)
-    per_unit = 8 // old.itemsize
-    whole = len(old) // per_unit * per_unit
-    a, b = old[:whole].view("<u8"), new[:whole].view("<u8")
-    found: list[Differences] = []
-    for at in range(0, len(a), _CHUNK_UNITS):
-        part = slice(at, at + _CHUNK_UNITS)
-        differences = _compare_units(a[part], b[part], old.dtype, at * per_unit)
-        if differences is not None:
-            found.append(differences)
-    if whole < len(old):
-        index = np.flatnonzero(old[whole:] != new[whole:]) + whole
-        found.append(Differences(index, old[index], new[index]))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        return Differences(np.empty(0, np.int64), old[:0], old[:0])
-    return Differences(
-        np.concatenate([d.index for d in found]),
-        np.concatenate([d.old for d in found]),
-        np.concatenate([d.new for d in found]),
-    )
+    return differences(list(changed_units(units_of(old), units_of(new))), old.dtype)
+
+
+def changed_units(old: np.ndarray, new: np.ndarray) -> Iterator[ChangedUnits]:
+    """Where two runs of 8-byte units differ: picked while they are in the cache, once.
+
+    Args:
+        old: ``<u8`` ``[n]``.
+        new: ``<u8`` ``[n]``.
+
+    Yields:
+        Changed units of a stretch of the run, at least one; stretches ascend.
+    """
+    flags = _flags()
+    for at in range(0, len(old), _CHUNK_UNITS):
+        a, b = old[at : at + _CHUNK_UNITS], new[at : at + _CHUNK_UNITS]
+        unit = np.not_equal(a, b, out=flags[: len(a)]).nonzero()[0]
+        if len(unit):
+            yield ChangedUnits(unit + at if at else unit, a.take(unit), b.take(unit))
+
+
+def differences(units: Sequence[ChangedUnits], word: np.dtype) -> Differences:
+    """The changed words of changed units, those of several runs one after the other.
+
+    Args:
+        units: Of one run or more.
+        word: Dtype of the words, ``<u{w}``.
+    """
+    if not units:
+        return Differences(np.empty(0, np.int64), np.empty(0, word), np.empty(0, word))
+    index, a, b = (np.concatenate(parts) for parts in zip(*((u.at, u.old, u.new) for u in units), strict=True))
+    old, new = a.view(word), b.view(word)
+    at = (old != new).nonzero()[0]
+    shift = 4 - word.itemsize.bit_length()  # log2 of the words of a unit
+    found = index.take(at >> shift)
+    found <<= shift
+    found |= at & ((1 << shift) - 1)
+    return Differences(found, old.take(at), new.take(at))
+
+
+def units_of(words: np.ndarray) -> np.ndarray:
+    """Words in any shape and strides as ``<u8`` ``[k]``: a view where they lie together and fill whole units.
+
+    Else a copy, the last unit filled up with zeros.
+    """
+    flat = contiguous(words)
+    if flat.nbytes % 8:
+        flat = np.concatenate((flat, np.zeros(-flat.nbytes % 8 // flat.itemsize, flat.dtype)))
+    return flat.view("<u8")
 
 
 def contiguous(words: np.ndarray) -> np.ndarray:
@@ -115,23 +166,6 @@ def contiguous(words: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(words).reshape(-1)
     row = np.dtype((np.void, words.shape[-1] * words.itemsize))
     return words.view(row)[..., 0].copy().reshape(-1).view(words.dtype)
-
-
-def _compare_units(a: np.ndarray, b: np.ndarray, word: np.dtype, first: int) -> Differences | None:
-    """Changed words of two runs of 8-byte units; None where there are none."""
-    flags = np.not_equal(a, b, out=_flags()[: len(a)])
-    unit = flags.nonzero()[0]
-    if not len(unit):
-        return None
-    if 2 * len(unit) > len(a):  # most units changed: word by word is cheaper than picking them
-        old, new = a.view(word), b.view(word)
-        index = (old != new).nonzero()[0]
-        return Differences(index + first, old[index], new[index])
-    old, new = a[unit].view(word), b[unit].view(word)
-    lane = (old != new).nonzero()[0]
-    shift = 4 - word.itemsize.bit_length()  # log2 of the words of a unit
-    index = (unit[lane >> shift] << shift) + (lane & ((1 << shift) - 1)) + first
-    return Differences(index, old[lane], new[lane])
 
 
 def _flags() -> np.ndarray:
@@ -147,7 +181,26 @@ def compact(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return compare(old, new).index
 
 
-def cut_frames(schema: Schema, tiles: Iterable[TileChange]) -> Iterator[list[TileChange]]:
+class ChangedTile(Protocol):
+    """What decides where frames end."""
+
+    @property
+    def tensor_id(self) -> int:
+        """Schema id."""
+
+    @property
+    def tile(self) -> int:
+        """Tile number."""
+
+    @property
+    def num_changed(self) -> int:
+        """Changed words."""
+
+
+_Tile = TypeVar("_Tile", bound=ChangedTile)
+
+
+def cut_frames(schema: Schema, tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
     """Cut changed tiles into frames.
 
     A frame takes tiles of one layer and one word size. It closes after the tile that brings it to ``CLOSE_ENTRIES``
@@ -160,39 +213,50 @@ def cut_frames(schema: Schema, tiles: Iterable[TileChange]) -> Iterator[list[Til
     Yields:
         Tiles of one frame.
     """
-    pending: list[TileChange] = []
+    pending: list[_Tile] = []
     entries = nbytes = 0
+    kind = (-1, 0)
     for tile in tiles:
         spec = schema.tensors[tile.tensor_id]
+        tile_kind = spec.layer, spec.word_nbytes
         tile_nbytes = schema.num_tile_words(tile.tensor_id, tile.tile) * spec.word_nbytes
-        if pending:
-            first = schema.tensors[pending[0].tensor_id]
-            other = (first.layer, first.word_nbytes) != (spec.layer, spec.word_nbytes)
-            if other or entries >= CLOSE_ENTRIES or nbytes + tile_nbytes > MAX_FRAME_NBYTES:
-                yield pending
-                pending, entries, nbytes = [], 0, 0
+        full = entries >= CLOSE_ENTRIES or nbytes + tile_nbytes > MAX_FRAME_NBYTES
+        if pending and (full or tile_kind != kind):
+            yield pending
+            pending, entries, nbytes = [], 0, 0
+        kind = tile_kind
         pending.append(tile)
-        entries += len(tile.positions)
+        entries += tile.num_changed
         nbytes += tile_nbytes
     if pending:
         yield pending
 
 
-def mask_frame(schema: Schema, tiles: list[TileChange]) -> MaskedFrame:
+def mask_frame(schema: Schema, tiles: Sequence[TileChange]) -> MaskedFrame:
     """Entries and digest sums of the tiles of one frame."""
+    old, new = np.concatenate([t.old for t in tiles]), np.concatenate([t.new for t in tiles])
+    positions = np.concatenate([t.positions for t in tiles], dtype=np.uint32, casting="unsafe")
+    return frame_of(schema, tiles, positions, old, new)
+
+
+def frame_of(
+    schema: Schema, tiles: Sequence[ChangedTile], positions: np.ndarray, old: np.ndarray, new: np.ndarray
+) -> MaskedFrame:
+    """As ``mask_frame``, given the changed words of all tiles one after the other.
+
+    Args:
+        schema: The run's schema.
+        tiles: Of one frame.
+        positions: u32 ``[n]``, word index in its tile, ascending inside each.
+        old: ``<u{w}`` ``[n]``.
+        new: ``<u{w}`` ``[n]``.
+    """
     first = schema.tensors[tiles[0].tensor_id]
     ids = np.array([t.tensor_id for t in tiles], dtype=np.uint32)
     numbers = np.array([t.tile for t in tiles], dtype=np.uint32)
-    old, new = np.concatenate([t.old for t in tiles]), np.concatenate([t.new for t in tiles])
-    entries = Entries(
-        first.word_nbytes,
-        ids,
-        numbers,
-        schema.tile_words(ids, numbers),
-        np.array([len(t.positions) for t in tiles], dtype=np.uint32),
-        np.concatenate([t.positions for t in tiles], dtype=np.uint32, casting="unsafe"),
-        old ^ new,
-    )
+    counts = np.array([t.num_changed for t in tiles], dtype=np.uint32)
+    words = schema.tile_words(ids, numbers)
+    entries = Entries(first.word_nbytes, ids, numbers, words, counts, positions, old ^ new)
     touched, (before, after) = sums_of(schema, entries, old, new)
     change = dict(zip(touched, lanes_of(after - before), strict=True))
     return MaskedFrame(first.layer, entries, change, dict(zip(touched, lanes_of(before), strict=True)))

@@ -240,6 +240,8 @@ def test_whole_entries_are_the_entries_of_their_words() -> None:
     plain = Entries(2, ids, tiles, sizes, whole.counts, whole.positions, whole.values)
     np.testing.assert_array_equal(mask_of(plain), words)
     np.testing.assert_array_equal(mask_of(whole), words)
+    for t, mine in enumerate(([0, 5, 0, 9], [1, 2], [0, 0, 0], [7])):
+        assert plain.mask(t).tolist() == whole.mask(t).tolist() == mine
     for name in (*NAMES, "anchor"):
         assert codec_by_name(name).encode(whole) == codec_by_name(name).encode(plain)
 

@@ -167,3 +167,18 @@ def test_payload_that_is_gone() -> None:
         applier.update()
     publisher.sink.create(key, [payload])
     assert applier.update().version == 1
+
+
+def test_ranges_of_a_payload_are_about_equally_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few as the limit allows, and none of them a small rest that keeps one thread waiting for another."""
+    publisher, _, _, _ = run(MemorySink())
+    manifest = publisher.newest
+    assert manifest is not None
+    changed = manifest.frames.columns["num_changed"].astype(np.int64)
+    limit = int(changed.sum()) * 10 // 29  # 2.9 of them: by filling one after the other the last would be 0.9 of one
+    monkeypatch.setattr("megasync.receiver.fetch.RANGE_CHANGED", limit)
+    sizes = [int(changed[list(s.frames)].sum()) for s in plan_ranges(manifest, np.arange(len(changed)))]
+    assert sum(sizes) == changed.sum()
+    assert len(sizes) == 3
+    assert max(sizes) <= limit
+    assert max(sizes) - min(sizes) <= 3 * changed.max()

@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasync.codecs.sparse import SparseCodec
 from megasync.config import ApplyConfig
 from megasync.errors import BaseMismatchError, FormatError, PlanError
+from megasync.frames import FrameRecord
 from megasync.layout.compose import arrange, with_copies
 from megasync.layout.experts import Place, stacked, swizzled, w2_rows, w13_interleaved, w13_stack
 from megasync.layout.modes import Layout
@@ -193,25 +195,18 @@ def test_case_62_tensor_beyond_4_gib_is_addressed_exactly() -> None:
     tiles = [int(grid.tiles_of(Box((r, c), (1, 1)))[0]) for r, c in at]
     order = sorted(range(4), key=lambda i: tiles[i])
 
-    class Frame(FetchedFrame):
-        def entries(self) -> Entries:
-            numbers = np.array([tiles[i] for i in order], np.uint32)
-            starts, extents = grid.boxes(numbers)
-            inside = [
-                (at[i][0] - int(starts[k, 0])) * int(extents[k, 1]) + at[i][1] - int(starts[k, 1])
-                for k, i in enumerate(order)
-            ]
-            return Entries(
-                1,
-                np.zeros(4, np.uint32),
-                numbers,
-                grid.tile_words(numbers),
-                np.ones(4, np.uint32),
-                np.array(inside, np.uint32),
-                np.arange(1, 5).astype(np.uint8),
-            )
-
-    (placed,) = backend.place([Frame(schema, publisher.newest, None, memoryview(b""))])  # type: ignore[arg-type]
+    numbers = np.array([tiles[i] for i in order], np.uint32)
+    starts, extents = grid.boxes(numbers)
+    inside = [
+        (at[i][0] - int(starts[k, 0])) * int(extents[k, 1]) + at[i][1] - int(starts[k, 1]) for k, i in enumerate(order)
+    ]
+    ids, ones = np.zeros(4, np.uint32), np.ones(4, np.uint32)
+    words = grid.tile_words(numbers)
+    entries = Entries(1, ids, numbers, words, ones, np.array(inside, np.uint32), np.arange(1, 5).astype(np.uint8))
+    encoded = SparseCodec().encode(entries)
+    record = FrameRecord(0, 0, encoded.codec, 1, -1, 4, encoded.plane_nbytes, b"", ids, numbers)
+    frame = FetchedFrame(schema, publisher.newest, record, memoryview(b"".join(encoded.planes)))
+    (placed,) = backend.place([frame])
     placed.prove()
     placed.write_()
     values = dict(zip([flat[i] for i in order], range(1, 5), strict=True))
