@@ -30,6 +30,7 @@ S: tuple[int, int] = (0xD05273B75E8B8D4E, 0xA04D625DEA6955D4)
 
 _C = np.array(C, dtype=np.uint64)
 _CHUNK = 1 << 18  # words handled at a time, so that temporaries stay in the cache
+_GROUP_NBYTES = 16
 _GROUPS = 1 << 16  # 16-byte groups whose multipliers are kept together
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 MASK64 = (1 << 64) - 1
@@ -199,7 +200,11 @@ def _groups_lanes(words: np.ndarray, tables: np.ndarray) -> Lanes:
 @lru_cache(maxsize=64)
 def _multipliers(chunk: int) -> np.ndarray:
     """``M`` of both lanes for the groups of a chunk: u64 ``[2, _GROUPS]``, 1 MiB a chunk."""
-    group = np.arange(chunk * _GROUPS, (chunk + 1) * _GROUPS, dtype=np.uint64)
+    return _group_weights(np.arange(chunk * _GROUPS, (chunk + 1) * _GROUPS, dtype=np.uint64))
+
+
+def _group_weights(group: np.ndarray) -> np.ndarray:
+    """``M`` of both lanes, u64 ``[2, n]``, for numbers of 16-byte groups (u64 ``[n]``)."""
     return np.stack([splitmix64(group + np.uint64(seed)) | _ONE for seed in S])
 
 
@@ -231,6 +236,14 @@ def box_lanes(shape: tuple[int, ...], box: Box, words: np.ndarray) -> Lanes:
         return total
     total = Lanes()
     runs = max(1, _CHUNK // run)
+    if run * nbytes % _GROUP_NBYTES == 0 and not (starts * nbytes % _GROUP_NBYTES).any():
+        # Rows of a column band: whole 16-byte groups, so one weight a group does for all its words.
+        groups, inside = flat.view("<u8").reshape(-1, 2), np.arange(run * nbytes // _GROUP_NBYTES)
+        for at in range(0, len(starts), runs):
+            index = (starts[at : at + runs, None] * nbytes // _GROUP_NBYTES + inside).ravel()
+            first = at * len(inside)
+            total += _groups_lanes(groups[first : first + index.size], _group_weights(index.astype(np.uint64)))
+        return total
     for at in range(0, len(starts), runs):
         index = (starts[at : at + runs, None] + np.arange(run)).ravel()
         total += WordWeights.of(index, nbytes).lanes(flat[at * run : at * run + index.size])

@@ -16,6 +16,9 @@ from launch.bench.rows import Row
 SHARE_NBYTES = 445_000_000_000 // 64
 """Weights of one of 64 trainer ranks."""
 
+TWO_SLOTS_LIMIT = 1.15
+"""What P7 allows: the whole stream over the larger of its decoder alone and its XOR alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:

@@ -5,6 +5,7 @@ Before it: report_measures. After it: report_targets, report_series.
 
 from __future__ import annotations
 
+from launch.bench import report_counters
 from launch.bench.report_measures import Measure, Measured, smaller
 from launch.bench.report_rows import Results, stat
 from launch.bench.rows import Row
@@ -43,11 +44,12 @@ def two_slots(results: Results) -> Measured:
     alone = {k: stat(results.take(FILE, f"P7 {k} alone"), "seconds").p50 for k in ("decoder", "XOR")}
     rows = results.take(FILE, "P7 two slots, total")
     total = stat(rows, "seconds").p50
+    ratio = stat(rows, lambda r: r["seconds"] / max(alone.values()))
     said = (
         f"{_live(rows[0])}, nvCOMP on the SMs, {total * 1e3:.1f} ms; decoder alone {alone['decoder'] * 1e3:.1f} ms, XOR "
-        f"alone {alone['XOR'] * 1e3:.1f} ms, {rows[0]['num_steps']} steps"
+        f"alone {alone['XOR'] * 1e3:.1f} ms, {rows[0]['num_steps']} steps{report_counters.said(results, ratio.p50)}"
     )
-    return Measured(stat(rows, lambda r: r["seconds"] / max(alone.values())), 1.0, rows[0], said, _short(rows[0]))
+    return Measured(ratio, 1.0, rows[0], said, _short(rows[0]))
 
 
 def slots_beyond(results: Results) -> Measured:

@@ -15,23 +15,28 @@ from typing import Any
 from launch.bench.rows import Row, middle
 
 WRITTEN_BY = {
-    "apply-gpu": "bench_apply",
-    "audit-gpu": "bench_audit",
-    "cpu": "bench_cpu",
-    "deltas-cpu": "bench_deltas",
-    "end-to-end-gpu": "bench_end_to_end",
-    "engine-gpu": "bench_engine",
-    "mask-gpu": "bench_mask",
-    "nvfp4-gpu": "bench_nvfp4",
-    "payload-cpu": "bench_payload",
-    "peers-gpu": "bench_peers",
-    "peers-nvlink-gpu": "bench_peers",
-    "plan-moe-445gb-cpu": "bench_plan",
-    "receiver-gpu": "bench_receiver",
-    "trainer-gpu": "bench_trainer",
-    "trainer-gpu-connections1": "bench_trainer",
+    "apply-gpu": "bench.bench_apply",
+    "audit-gpu": "bench.bench_audit",
+    "counters-gpu": "bench.bench_counters",
+    "cpu": "bench.bench_cpu",
+    "deltas-cpu": "bench.bench_deltas",
+    "end-to-end-gpu": "bench.bench_end_to_end",
+    "engine-gpu": "bench.bench_engine",
+    "mask-gpu": "bench.bench_mask",
+    "megatron-gpu": "gpu_megatron",
+    "nvfp4-gpu": "bench.bench_nvfp4",
+    "payload-cpu": "bench.bench_payload",
+    "peers-gpu": "bench.bench_peers",
+    "peers-nvlink-gpu": "bench.bench_peers",
+    "plan-moe-445gb-cpu": "bench.bench_plan",
+    "receiver-gpu": "bench.bench_receiver",
+    "trainer-gpu": "bench.bench_trainer",
+    "trainer-gpu-connections1": "bench.bench_trainer",
 }
-"""Result files that the report reads, without their ending, and the module of launch.bench that writes each."""
+"""Result files that the report reads, without their ending, and the module of launch that writes each."""
+
+MEGATRON = "megatron-gpu"
+"""File of the runs of Megatron, and what the names of those in other layouts begin with, then a hyphen."""
 
 _NEEDED: dict[str, type] = {"stage": str, "case": str, "sample": int, "device": str, "commit": str}
 
@@ -109,7 +114,12 @@ class Results:
 
     def unread(self) -> list[str]:
         """Files that nothing reads."""
-        return [name for name, rows in self.files.items() if name not in WRITTEN_BY and "target_id" not in rows[0]]
+        known = {*WRITTEN_BY, *self.family(MEGATRON)}
+        return [name for name, rows in self.files.items() if name not in known and "target_id" not in rows[0]]
+
+    def family(self, name: str) -> list[str]:
+        """Files of this name, and of names that go on after it with a hyphen; those that are there, by name."""
+        return sorted(found for found in self.files if found == name or found.startswith(f"{name}-"))
 
     def take(self, file: str, case: str | None = None, **columns: Any) -> list[Row]:
         """Rows of a file with these values.
@@ -128,7 +138,7 @@ class Results:
         rows = [r for r in self.files[file] if all(r.get(k) == v for k, v in wanted.items())]
         if not rows:
             named = ", ".join(f"{k} {v!r}" for k, v in wanted.items())
-            raise NotMeasuredError(f"{file}.jsonl has no rows with {named} (python -m launch.bench.{WRITTEN_BY[file]})")
+            raise NotMeasuredError(f"{file}.jsonl has no rows with {named} (python -m launch.{WRITTEN_BY[file]})")
         return rows
 
     def cases(self, file: str, prefix: str = "") -> list[str]:
@@ -137,7 +147,7 @@ class Results:
 
 
 def _how_to_get(file: str) -> str:
-    return f"{file}.jsonl is missing (python -m launch.bench.{WRITTEN_BY[file]} writes it)"
+    return f"{file}.jsonl is missing (python -m launch.{WRITTEN_BY[file]} writes it)"
 
 
 def _read(path: Path, faults: list[str]) -> list[Row]:

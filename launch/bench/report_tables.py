@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from launch.bench import report_deltas, report_nvfp4, report_peers
+from launch.bench import report_counters, report_deltas, report_megatron, report_nvfp4, report_peers, report_receiver
 from launch.bench.report_apply import audit_class, audit_classes, num_digits
 from launch.bench.report_figures import FIGURES
-from launch.bench.report_measures import Measured
+from launch.bench.report_measures import Measured, value_of
 from launch.bench.report_rows import Results, commit_of, stat
 from launch.bench.report_series import bf16_by_rate, bf16_peers, cpu_by_density, payload_by_case, stages
 from launch.bench.report_targets import TARGETS, Found, Target
@@ -19,7 +19,7 @@ from launch.bench.rows import Row, table
 _INTRO = """\
 Medians of raw samples (in brackets the 20th and 80th percentile), each beside the floor that the hardware sets to the
 same work, measured in the same run. **Weights and masks are synthetic**: random bytes, and random positions that change
-at the density named; only masks called `real` and the table of real deltas are of a training run.
+at the density named; only masks called `real`, the table of real deltas and that of Megatron are of training runs.
 `bash launch/bench.sh` takes the samples into `launch/bench/results` and makes this part from them (`--report` does only
 that); [summary.json](launch/bench/results/summary.json) has the targets for programs, with all conditions."""
 
@@ -101,6 +101,10 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[st
         ["stage", "ms", "floor", "x floor"],
         [_beside(name, found) for name, found in stages(results)],
     )
+    slots = value_of(report_receiver.two_slots, results)
+    counters = report_counters.lines(results, slots.value.p50 if slots else None)
+    yield report_counters.TITLE, report_counters.HEADER, counters
+    yield report_megatron.title(results), report_megatron.HEADER, report_megatron.lines(results)
     yield report_nvfp4.TITLE, report_nvfp4.HEADER, report_nvfp4.lines(results)
     yield report_peers.TITLE, report_peers.HEADER, report_peers.peer_lines(results)
     yield (

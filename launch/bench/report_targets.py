@@ -13,7 +13,7 @@ from typing import Any
 from launch.bench import report_apply, report_cpu, report_receiver, report_trainer
 from launch.bench.report_apply import audit_share, num_digits
 from launch.bench.report_cpu import LARGE_NBYTES, payload_over_bound, payload_over_peer
-from launch.bench.report_measures import SHARE_NBYTES, Measure, Measured, declared, first
+from launch.bench.report_measures import SHARE_NBYTES, TWO_SLOTS_LIMIT, Measure, Measured, declared, first
 from launch.bench.report_rows import NotMeasuredError, Results, commit_of
 
 
@@ -173,7 +173,7 @@ TARGETS = (
         "P7",
         "dense codecs through two slots",
         (
-            Part("total over the larger of decoder and XOR", "x", 1.15, report_receiver.two_slots),
+            Part("total over the larger of decoder and XOR", "x", TWO_SLOTS_LIMIT, report_receiver.two_slots),
             Part("HBM beyond weights and slots", "MB", 64.0, report_receiver.slots_beyond),
         ),
     ),
