@@ -12,6 +12,7 @@ a step and a version. With CUDA absent it runs on the CPU shim, with sizes to ma
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -186,6 +187,8 @@ def compared_versions(trainer: Trainer, config: GpuMegatron) -> dict[int, Row]:
             whole = trainer.gather()
             version = published.pop()
             found[version] = notes(version, whole, last)
+            with (Path(config.folder) / f"trainer-{dist.get_rank()}.jsonl").open("a") as out:
+                out.write(json.dumps(found[version]) + "\n")  # a run that is cut off can still be compared
             took.append(time.perf_counter() - begin)
 
     trainer.before_step = look
