@@ -162,9 +162,9 @@ class WholeEntries(Entries):
         words: ``<u{word_nbytes}`` ``[num_words]``, the tiles one after the other.
     """
 
-    __slots__ = ("_at", "words")
+    __slots__ = ("_picked", "words")
     words: np.ndarray
-    _at: np.ndarray | None
+    _picked: tuple[np.ndarray, np.ndarray] | None
 
     def __init__(
         self, word_nbytes: int, tensor_ids: np.ndarray, tiles: np.ndarray, tile_words: np.ndarray, words: np.ndarray
@@ -181,7 +181,7 @@ class WholeEntries(Entries):
             ("tile_words", tile_words),
             ("counts", np.array(counts, dtype=np.uint32)),
             ("words", words),
-            ("_at", None),
+            ("_picked", None),
         ):
             object.__setattr__(self, name, value)
 
@@ -195,22 +195,25 @@ class WholeEntries(Entries):
         last = int(self.tile_words[: t + 1].sum(dtype=np.int64))
         return self.words[last - int(self.tile_words[t]) : last]
 
-    def _found(self) -> np.ndarray:
-        if self._at is None:
-            object.__setattr__(self, "_at", np.flatnonzero(self.words))
-        assert self._at is not None
-        return self._at
+    def _pick(self) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and values, picked once: readers ask for them tile by tile."""
+        if self._picked is None:
+            at = np.flatnonzero(self.words)
+            first = np.cumsum(self.tile_words, dtype=np.int64) - self.tile_words
+            positions = (at - np.repeat(first, self.counts)).astype(np.uint32)
+            object.__setattr__(self, "_picked", (positions, self.words[at]))
+        assert self._picked is not None
+        return self._picked
 
     @property
     def positions(self) -> np.ndarray:  # type: ignore[override]
         """See ``Entries``."""
-        first = np.cumsum(self.tile_words, dtype=np.int64) - self.tile_words
-        return (self._found() - np.repeat(first, self.counts)).astype(np.uint32)
+        return self._pick()[0]
 
     @property
     def values(self) -> np.ndarray:  # type: ignore[override]
         """See ``Entries``."""
-        return self.words[self._found()]
+        return self._pick()[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,8 @@ def tiles_of(
                     words = open_tiles.pop(key)[3] ^ words
                 left[key] -= 1
                 if left[key]:
-                    open_tiles[key] = (tensor_id, tile, held, words)
+                    # Words are a view of the range that was read, which must not stay for as long as this tile waits.
+                    open_tiles[key] = (tensor_id, tile, held, words.copy())
                 else:
                     yield tensor_id, tile, held, words
     for tensor_id in published(binding).tolist():

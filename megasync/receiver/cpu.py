@@ -195,7 +195,7 @@ def _words_of(frames: Sequence[FetchedFrame]) -> list[int]:
 
 
 def _chunks(order: np.ndarray, kind: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
-    """Consecutive tiles of one kind, whose changed words together fit a workspace of ``CHUNK``, if those of a tile do."""
+    """Consecutive tiles of one kind, whose changed words fill a workspace of ``CHUNK`` and rarely pass it."""
     reached = np.cumsum(counts[order])
     most = int(counts[order].max(initial=0))  # by so much a chunk may pass the size by which it is counted
     number = (reached - 1) // max(CHUNK - most, CHUNK >> 1)

@@ -54,7 +54,7 @@ class Pace:
     Attributes:
         num_entries: Entries of a launch, at least a segment of 65,536: a launch should be short against a token.
         copied_nbytes: Bytes of a copy to the device.
-        pause_s: After each of them: about as long as a token, so that none is met by many of them.
+        pause_s: Between them: about as long as a token, so that none is met by many.
     """
 
     num_entries: int = 1 << 20
@@ -81,9 +81,11 @@ class Passes:
         if self.pace is None or target.device.type != "cuda":
             target.copy_(source, non_blocking=True)
             return
-        for a, b in zip(target.split(self.pace.copied_nbytes), source.split(self.pace.copied_nbytes), strict=True):
-            a.copy_(b, non_blocking=True)
-            sleep(self.pace.pause_s)
+        step = self.pace.copied_nbytes
+        for at in range(0, len(target), step):
+            if at:
+                sleep(self.pace.pause_s)
+            target[at : at + step].copy_(source[at : at + step], non_blocking=True)
 
     def steps(self, plan: ScatterPlan) -> list[Step]:
         """The steps of a pass."""

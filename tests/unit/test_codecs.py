@@ -237,6 +237,8 @@ def test_whole_entries_are_the_entries_of_their_words() -> None:
     assert (whole.num_changed, whole.num_words) == (5, 10)
     assert whole.positions.tolist() == [1, 3, 0, 1, 0]
     assert whole.values.tolist() == [5, 9, 1, 2, 7]
+    assert whole.positions is whole.positions  # readers take them tile by tile: never made anew
+    assert whole.values is whole.values
     plain = Entries(2, ids, tiles, sizes, whole.counts, whole.positions, whole.values)
     np.testing.assert_array_equal(mask_of(plain), words)
     np.testing.assert_array_equal(mask_of(whole), words)
