@@ -172,6 +172,8 @@ def build(
     layout: Layout,
     training: Training,
     amend: Callable[[torch.nn.Module], None] | None = None,
+    *,
+    timeout_s: float = 1800.0,
 ) -> MegatronRun:
     """Build the chunks of this rank. *Collective*: every rank of the default group must call it with equal arguments.
 
@@ -182,6 +184,7 @@ def build(
         layout: The parallel layout; its sizes must divide the world.
         training: Optimizer and batch.
         amend: Called with every chunk's GPTModel before it is wrapped, for tests that add parts of their own.
+        timeout_s: Longest that a rank waits for another in Megatron's collectives.
 
     Returns:
         The run.
@@ -196,6 +199,7 @@ def build(
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp if model.num_experts else None,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=timeout_s / 60,
     )
     torch.manual_seed(training.seed)
     model_parallel_cuda_manual_seed(training.seed)

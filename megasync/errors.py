@@ -37,6 +37,11 @@ class BaseMismatchError(MegasyncError):
     """The live bytes or the version held are not the base of the delta. Nothing was touched."""
 
 
+class LiveMismatchError(BaseMismatchError):
+    """The live bytes are not those of the version held, whatever the delta: the engine holds no version until a join or a
+    reload says otherwise."""
+
+
 class SchemaMismatchError(MegasyncError):
     """Names, shapes, dtypes or the run differ between the two ends. Nothing was touched."""
 

@@ -162,6 +162,11 @@ class Manifest:
         return content_digest(self.encoded, self.digest_algorithm)
 
     @property
+    def is_signed(self) -> bool:
+        """Whether its document carries a signature, known to be right or not."""
+        return bool(msgspec.msgpack.decode(self.encoded, type=_Signed).signature)
+
+    @property
     def payload_total_nbytes(self) -> int:
         """Bytes of all payloads."""
         return sum(self.payload_nbytes)

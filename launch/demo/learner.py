@@ -94,7 +94,7 @@ def build_run(s: Settings) -> tuple[MegatronRun, MasterWeights]:
         micro_batch_size=s.demo.num_rows // (p.dp * p.num_microbatches),
         num_microbatches=p.num_microbatches,
     )
-    run = build(model, layout, training)
+    run = build(model, layout, training, timeout_s=s.demo.patience_s + 30)
     optimizer = MasterWeights(run.optimizer, [q for chunk in run.chunks for q in chunk.parameters()])
     run.optimizer = optimizer
     return run, optimizer

@@ -6,11 +6,12 @@ The version held moves only by proofs. One step is in ``session``. Must not impo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, RLock
 from time import perf_counter
 
 import msgspec
@@ -18,12 +19,14 @@ import msgspec
 from megasync.config import ApplyConfig, Staging, config_of
 from megasync.errors import (
     BaseMismatchError,
+    LiveMismatchError,
     MegasyncError,
     NeedsAnchorError,
     RankFailedError,
     ReplicaDriftError,
     RetryError,
     TaintedError,
+    UndoneError,
 )
 from megasync.manifest import Manifest, check_run
 from megasync.receiver.audit import audit
@@ -48,6 +51,9 @@ from megasync.versions.publication import PublicationReader
 
 class Applier:
     """Follows a run with one engine rank.
+
+    Calls may come from several threads (one follows, another audits): they take turns. On an engine of several ranks all
+    ranks must make them in the same order.
 
     Args:
         engine: The rank.
@@ -91,6 +97,7 @@ class Applier:
         self._pool = ThreadPoolExecutor(self.config.workers, "megasync") if self.config.workers > 1 else None
         self._quiet = self.config.staging is Staging.QUIET
         self._session: Session | None = None
+        self._lock, self._closed = RLock(), False
 
     @property
     def status(self) -> Status:
@@ -129,6 +136,10 @@ class Applier:
                 the chain does not start with an anchor.
             BaseMismatchError: Weights are no version of the run and the chain starts with a checkpoint.
         """
+        with self._turn():
+            return self._join(reloaded)
+
+    def _join(self, reloaded: bool) -> UpdateResult:
         started = self._clock()
         torn = is_torn(self.engine, self._status, reloaded)
         newest = self._wanted(None)
@@ -158,16 +169,18 @@ class Applier:
             RetryError: The sink did not answer, lacks a payload that the head leads to, or forward passes did not end in
                 time: nothing was touched.
             FormatError, RefetchError: Head, manifest or frames were refused: the version held is kept.
-            BaseMismatchError: Another version or other live bytes than the base: nothing of that step was touched.
+            BaseMismatchError: Another version than the base: nothing of that step was touched.
+            LiveMismatchError: Other live bytes than the base: the same, and the engine holds no version until it joins again.
             NeedsAnchorError: No way leads there.
-            UndoneError: A step failed and was undone; the steps before it hold.
+            UndoneError: A step failed and was undone; the steps before it hold, unless something else wrote the weights (its
+                cause is a LiveMismatchError): the engine holds no version then.
             TaintedError: An undo failed, now or before.
             TypeError: ``version`` is no integer.
             Exception: What the engine's ``resume`` raised: the new version is live and proven, the status is ``behind`` and
                 says why. The next update resumes first.
         """
         _check_version(version)
-        with short_turns(self._quiet):
+        with self._turn(), short_turns(self._quiet):
             return self._update(version)
 
     def _update(self, version: int | None) -> UpdateResult:
@@ -209,7 +222,7 @@ class Applier:
             RetryError, FormatError, RefetchError, NeedsAnchorError, TypeError: As ``update``.
         """
         _check_version(version)
-        with short_turns(self._quiet):
+        with self._turn(), short_turns(self._quiet):
             return self._stage(version)
 
     def _stage(self, version: int | None) -> StageResult | None:
@@ -241,6 +254,10 @@ class Applier:
             NeedsAnchorError: Nothing is kept to go back with.
             BaseMismatchError: Live words are not those of the version held: nothing was touched.
         """
+        with self._turn():
+            return self._rollback()
+
+    def _rollback(self) -> UpdateResult:
         session, ledger = self._held()
         started = self._clock()
         result = UpdateResult(self.config.run, ledger.version, ledger.version, excluded=_excluded(session))
@@ -261,6 +278,10 @@ class Applier:
 
         After either the engine is no longer ready, and is told that it holds no version (``holds(-1)``).
         """
+        with self._turn():
+            return self._audit()
+
+    def _audit(self) -> AuditResult:
         session, ledger = self._held()
         started = self._clock()
         ids = session.binding.group_ids
@@ -308,16 +329,38 @@ class Applier:
         )
 
     def close(self) -> None:
-        """Let go of threads and staged memory. Idempotent; the sink is the caller's."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        self._session = None
+        """Let go of threads and staged memory, once a call that is under way has ended. Idempotent; the sink is the caller's."""
+        with self._lock:
+            self._closed = True
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+            self._session = None
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time. Weights that it finds to be no version are no version's from then on: neither may the engine
+        take traffic with them, nor may an update that looks at other words take them for its base."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("the applier is closed: make another one, and join")
+            try:
+                yield
+            except (LiveMismatchError, UndoneError) as e:
+                found = e.__cause__ if isinstance(e, UndoneError) else e
+                if (
+                    isinstance(found, LiveMismatchError)
+                    and self._session is not None
+                    and self._session.ledger is not None
+                ):
+                    self._disown(self._session, str(e))
+                raise
 
     def _disown(self, session: Session, reason: str) -> None:
         """Nothing may build on these weights, or be told that they are a version, before a join has looked at them again."""
         session.ledger = None
+        session.staged.clear()
         self.engine.holds(-1)
-        self._status.set(state="behind", reason=reason)
+        self._status.set(durable=False, state="behind", reason=reason)
 
     def _held(self) -> tuple[Session, Ledger]:
         if self._status.now.state == "tainted":
@@ -335,7 +378,9 @@ class Applier:
         with vote(self.engine, f"head of run {self.config.run!r}") as ballot:
             newest = self._reader.newest()
             if newest is None:
-                raise RetryError(f"run {self.config.run!r} has no publication yet: try again later")
+                raise RetryError(
+                    f"run {self.config.run!r} has no publication yet in {self._reader.sink.describe()}: try again later"
+                )
             if version is not None and version != newest.version:
                 chain = self._reader.chain(newest, version - 1)
                 newest = next((m for m in chain if m.version == version), newest)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasync.errors import RetryError, TaintedError, UndoneError
+from megasync.errors import LiveMismatchError, RetryError, TaintedError, UndoneError
 from megasync.receiver.backend import Backend
 from megasync.receiver.bind import Binding
 from megasync.receiver.engine import Derivation
@@ -255,9 +255,14 @@ def _undo(
     back_to(status, was)
     stands = wake(binding, status, proven.base_version) if proven.base is not None else None
     if isinstance(error, Exception):
+        what_now = (
+            f"The touched words are as version {proven.base_version} had them, the others may not be: load the weights anew or "
+            "an anchor, then join"
+            if isinstance(error, LiveMismatchError)
+            else f"The engine has version {proven.base_version} as before; look at the cause, then update again"
+        )
         raise UndoneError(
-            f"version {version} failed after the first write and was undone: {error}. The engine has version "
-            f"{proven.base_version} as before; look at the cause, then update again"
+            f"version {version} failed after the first write and was undone: {error}. {what_now}"
             + ("" if stands is None else f". It stands still: resume() failed ({stands})")
         ) from error
 

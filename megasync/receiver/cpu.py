@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megasync.errors import BaseMismatchError
+from megasync.errors import LiveMismatchError
 from megasync.receiver.backend import Backend, FetchedFrame, Placed
 from megasync.receiver.bind import Binding
 from megasync.receiver.dense import mask_placed
@@ -65,7 +65,7 @@ class CpuPlaced(Placed):
         at = run.first_difference(self._words, old)
         if at is not None:
             tensor = int(run.ids[int(np.searchsorted(run.bounds, at, side="right")) - 1])
-            raise BaseMismatchError(
+            raise LiveMismatchError(
                 f"{self.binding.schema.tensors[tensor].name}: word {int(run.flat[at])} differs between the engine's copies "
                 "of it; nothing was touched. Load the weights anew, or correct the adapter's list of copies"
             )

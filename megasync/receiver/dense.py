@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megasync.digest import box_lanes
-from megasync.errors import BaseMismatchError
+from megasync.errors import LiveMismatchError
 from megasync.layout.evaluate import gather, xor_
 from megasync.layout.modes import Layout, Remap
 from megasync.receiver.backend import Backend, FetchedFrame, Placed
@@ -46,11 +46,11 @@ def check_copies(name: str, held: Held, words: np.ndarray, live: Mapping[str, to
         live: Whole storages by name.
 
     Raises:
-        BaseMismatchError: Naming the tensor and the words.
+        LiveMismatchError: Naming the tensor and the words.
     """
     for r in held.copies:
         if not np.array_equal(read_record(held.layout, r, live), words[inside(held.layout, r)]):
-            raise BaseMismatchError(
+            raise LiveMismatchError(
                 f"{name}: the engine's copies in {r.storage} of words {r.start}..{r.stop} differ from the first ones: load "
                 "the weights anew, or correct the adapter's list of copies"
             )

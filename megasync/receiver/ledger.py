@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megasync.errors import BaseMismatchError, FormatError
+from megasync.errors import BaseMismatchError, FormatError, LiveMismatchError
 from megasync.manifest import Manifest, root_of
 from megasync.receiver.sums import Sums
 from megasync.schema import Schema, names_of
@@ -95,17 +95,17 @@ def check_before(
         after: The same once the delta is XORed in.
 
     Raises:
-        BaseMismatchError: Naming the tensors whose live words are not the base. Nothing was touched.
+        LiveMismatchError: Naming the tensors whose live words are not the base. Nothing was touched.
         FormatError: The base is right and the delta leads elsewhere than its manifest says. Nothing was touched.
     """
     olds, news = (as_lanes(x[_rows(manifest, ids)]) for x in (manifest.touched_olds, manifest.new_states))
     if not np.array_equal(before, olds):
         wrong = (before != olds).any(axis=1)
         i = int(np.argmax(wrong))
-        raise BaseMismatchError(
+        raise LiveMismatchError(
             f"version {manifest.version}: live words of {names_of(schema, ids[wrong])} are not those of version "
             f"{ledger.version} (first: digest sum {_hex(before[i])}, expected {_hex(olds[i])}"
-            "); nothing was touched. Audit the engine, then load an anchor"
+            "); nothing was touched. Load the weights anew or an anchor, then join"
         )
     reached = as_lanes(ledger.table)[ids] + after - before
     if not np.array_equal(reached, news):
@@ -140,16 +140,30 @@ def _rows(manifest: Manifest, ids: np.ndarray) -> np.ndarray | slice:
     return slice(None) if len(ids) == len(manifest.touched_ids) else np.searchsorted(manifest.touched_ids, ids)
 
 
+def check_live(schema: Schema, version: int, ids: np.ndarray, expected: np.ndarray, found: np.ndarray) -> None:
+    """Compare the sums of live words, before a way back is written, with those of the version held.
+
+    Raises:
+        LiveMismatchError: Naming the tensors. Nothing was touched.
+    """
+    wrong = (expected != found).any(axis=1)
+    if wrong.any():
+        raise LiveMismatchError(
+            f"live words of {names_of(schema, ids[wrong])} are not those of version {version}; nothing was touched. Load the "
+            "weights anew or an anchor, then join"
+        )
+
+
 def check_after(schema: Schema, version: int, ids: np.ndarray, expected: np.ndarray, found: np.ndarray) -> None:
     """Compare the sums read back after the writes with those that were proven before.
 
     Raises:
-        BaseMismatchError: Naming the tensors; the caller undoes.
+        LiveMismatchError: Naming the tensors; the caller undoes.
     """
     wrong = (expected != found).any(axis=1)
     if wrong.any():
         i = int(np.argmax(wrong))
-        raise BaseMismatchError(
+        raise LiveMismatchError(
             f"version {version}: {names_of(schema, ids[wrong])} read back after the write are not what was written (first: "
             f"digest sum {_hex(found[i])}, expected {_hex(expected[i])}): something else writes these weights"
         )

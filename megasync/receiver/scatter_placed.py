@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megasync.errors import BaseMismatchError, FormatError
+from megasync.errors import FormatError, LiveMismatchError
 from megasync.kernels.scatter_plan import ScatterPlan
 from megasync.receiver.backend import Placed
 from megasync.receiver.scatter_arena import Arena, ArenaPool
@@ -234,7 +234,7 @@ class ScatterPlaced(Placed):
         if faults:
             raise FormatError(f"{faults} staged entries break the format (position past the end, or value 0)")
         if differ:
-            raise BaseMismatchError(self._differing())
+            raise LiveMismatchError(self._differing())
 
     def _differing(self) -> str:
         ids = [

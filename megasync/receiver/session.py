@@ -17,7 +17,7 @@ from megasync.receiver.anchor import anchor_nbytes, prove_anchor, stage_anchor, 
 from megasync.receiver.apply import Applied, apply, reverse, wake
 from megasync.receiver.backend import Backend, run_all
 from megasync.receiver.bind import Binding
-from megasync.receiver.ledger import Ledger, check_after, check_own
+from megasync.receiver.ledger import Ledger, check_live, check_own
 from megasync.receiver.results import UpdateResult, density_of
 from megasync.receiver.stage import Proven, Staged, prove, stage
 from megasync.receiver.status import State, StatusFile
@@ -207,7 +207,7 @@ def retreat(session: Session, state: State, result: UpdateResult) -> UpdateResul
         ``result`` with the step added, None where nothing is kept.
 
     Raises:
-        BaseMismatchError: Live words are not the last version's: nothing was touched.
+        LiveMismatchError: Live words are not the last version's: nothing was touched.
     """
     back = reverse(session.last) if session.last is not None else None
     if back is None:
@@ -222,7 +222,7 @@ def retreat(session: Session, state: State, result: UpdateResult) -> UpdateResul
         return [[own[0]]]
 
     (found,) = tally(binding, f"proof of version {back.base_version} before rolling back", ids, live)
-    check_after(binding.schema, back.base_version, ids, back.before, found)
+    check_live(binding.schema, back.base_version, ids, back.before, found)
     if back.own is not None:
         with vote(binding.engine, f"way back from version {back.base_version}"):
             check_own(binding.schema, back.ledger.version, back.own[1], own[1])

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megasync.errors import FormatError
+from megasync.errors import FormatError, RetryError
 
 State = Literal["new", "behind", "serving", "updating", "tainted"]
 _STATES = ("new", "behind", "serving", "updating", "tainted")
@@ -84,6 +84,9 @@ class StatusFile:
     def set(self, *, durable: bool = True, **changes: object) -> Status:
         """Replace fields of the status; durable when this returns.
 
+        Raises:
+            RetryError: The file cannot be written.
+
         Args:
             durable: Raise where the file cannot be written. False where the file says less than is true until then
                 (``updating`` after a proof): the failure is logged, and the status in memory is replaced.
@@ -96,8 +99,16 @@ class StatusFile:
                 _write(self.path, status)
             except OSError as e:
                 if durable:
-                    raise
-                _log.error("status file %s still says %r, not %r: %s", self.path, self.now.state, status.state, e)
+                    raise RetryError(
+                        f"status file {self.path} cannot be written ({e}): nothing was touched. Make room, or make it writable, "
+                        "then try again"
+                    ) from e
+                said = (
+                    ""
+                    if self.now.state == status.state
+                    else f": it still says {self.now.state!r}, not {status.state!r}"
+                )
+                _log.error("status file %s cannot be written%s: %s", self.path, said, e)
         self.now = status
         return status
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from megasync.errors import BaseMismatchError
+from megasync.errors import LiveMismatchError
 from megasync.kernels.walk import dense_sums_, dense_xor_
 from megasync.kernels.walk_plan import WalkPlan
 from megasync.receiver.backend import Placed
@@ -228,7 +228,7 @@ class StreamPlaced(Placed):
             for copy, lead in zip(packs[::2], packs[1::2], strict=True):
                 wrong = (host[w, copy] != host[w, lead]).any(dim=1).numpy()
                 if wrong.any():
-                    raise BaseMismatchError(
+                    raise LiveMismatchError(
                         f"{names_of(self.layout.binding.schema, words.ids[wrong])}: words at the touched positions differ "
                         "between the engine's copies of them. Load the weights anew, or correct the adapter's list of copies"
                     )

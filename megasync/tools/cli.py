@@ -188,6 +188,8 @@ def _sink(a: argparse.Namespace) -> Sink:
 def _runs(a: argparse.Namespace, sink: Sink) -> list[str]:
     from megasync.tools.examine import runs_of
 
+    if a.run and sink.read_head(a.run) is None:
+        raise ValueError(f"{sink.describe()} holds no run {a.run!r}; it holds {runs_of(sink) or 'none'}")
     found = [a.run] if a.run else runs_of(sink)
     if not found:
         raise ValueError(f"{sink.describe()} holds no run; name it with --run if it was claimed but never published")

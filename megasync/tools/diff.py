@@ -102,6 +102,7 @@ def diff(base_dir: Path, new_dir: Path, sink: Sink, *, run: str = "run", codec: 
         FormatError: A checkpoint is broken, or has tensors that the format cannot carry; nothing was written.
         SchemaMismatchError: The two are not one model, or not the run's.
         BaseMismatchError: The run's head is not the base.
+        ValueError: The run is signed.
         SinkConflictError: Another publisher has the run; what this one wrote of the new version was removed.
     """
     check_codec(codec)
@@ -158,6 +159,11 @@ def _lineage(schema: Schema, base: Checkpoint, sink: Sink, run: str) -> Lineage:
         newest = reader.manifest(at.version, at.epoch, at.digest) if at.version >= 0 else None
         if newest is not None:
             require_same(schema, reader.schema(newest.schema_digest))
+            if newest.is_signed:
+                raise ValueError(
+                    f"run {run!r} is signed, and this command has no key: an unsigned version would stop every reader and "
+                    "publisher that has one. Publish with its trainer, or under another --run"
+                )
         if sums is None:
             sums = state_sums(schema, base)
         if newest is not None and (root := root_of_sums(schema, sums)) != newest.root:

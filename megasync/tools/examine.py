@@ -64,7 +64,7 @@ def _row(m: Manifest) -> dict[str, Any]:
         "root": m.root.hex(),
         "outer": m.outer,
         "formulas": list(m.formulas),
-        "signed": m.key is not None,
+        "signed": m.is_signed,
         "info": dict(m.info),
     }
 

@@ -83,6 +83,7 @@ class MegasyncCallback:
     telemetry: Telemetry = field(default_factory=Telemetry)
     outcomes: list[Outcome] = field(default_factory=list)
     _state: _State | None = field(default=None, repr=False)
+    _last_version: int = field(default=-1, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.exporter, torch.nn.Module) or not (
@@ -236,6 +237,7 @@ class MegasyncCallback:
     def close(self) -> None:
         """Stop the worker thread; versions still in flight are given up. Idempotent, local."""
         if self._state is not None:
+            self._last_version = self.version
             state, self._state = self._state, None
             state.hooks.close()
             state.masker.close()
@@ -243,8 +245,8 @@ class MegasyncCallback:
 
     @property
     def version(self) -> int:
-        """Newest version on its way or durable; -1 before the start."""
-        return self._state.next_version - 1 if self._state is not None else -1
+        """Newest version on its way or durable, after the end too; -1 before the start."""
+        return self._state.next_version - 1 if self._state is not None else self._last_version
 
     def _publish(self, *, defer: bool = True) -> int | None:
         state, config = self._running(), self.config

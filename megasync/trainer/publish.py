@@ -7,6 +7,7 @@ error on all, and an unreachable sink is retried by all together. Must not impor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from threading import Event
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 HEAD_WRITER = 0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _State = Literal["done", "again", "failed", "fenced"]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,8 @@ def _write_payloads(
             return failed
         if all(s.state == "done" for s, _ in rows):
             return {}
+        if pause == _FIRST_PAUSE_S:
+            _say_waiting(p, version, next(s.error for s, _ in rows if s.state == "again"))
         if _any(p, p.closing.wait(pause) or monotonic() > deadline, f"retry of version {version}"):
             return {r: _given_up(p, s) for r, (s, _) in enumerate(rows) if s.state == "again"}
         pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -259,6 +263,8 @@ def _write_head(
         p.stuck = status.error if status.stuck else ""
         if status.state != "again":
             break
+        if pause == _FIRST_PAUSE_S:
+            _say_waiting(p, version, status.error)
         if _any(p, p.closing.wait(pause), f"retry of the head of version {version}"):
             status = _Status("failed", f"fate unknown, given up: {status.error}")
             break
@@ -410,6 +416,17 @@ def _status_of(e: BaseException) -> _Status:
     if isinstance(e, SinkConflictError):
         return _Status("fenced", text)
     return _Status("failed", text)
+
+
+def _say_waiting(p: Publishing, version: int, error: str) -> None:
+    """Once a version, on the first rank: where the limit of versions in flight is reached, training waits for the sink."""
+    if rank_of(p.group) == HEAD_WRITER:
+        _log.warning(
+            "version %d waits for the sink and is tried again for up to give_up_s=%g s: %s",
+            version,
+            p.config.give_up_s,
+            error,
+        )
 
 
 def _given_up(p: Publishing, status: _Status) -> str:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 
 from megasync.config import ApplyConfig
-from megasync.errors import BaseMismatchError, FormatError, NeedsAnchorError, RetryError, SchemaMismatchError
+from megasync.errors import (
+    BaseMismatchError,
+    FormatError,
+    LiveMismatchError,
+    NeedsAnchorError,
+    RetryError,
+    SchemaMismatchError,
+    UndoneError,
+)
 from megasync.manifest import manifest_key, root_of
 from megasync.receiver import route
 from megasync.receiver.applier import Applier
@@ -376,12 +385,66 @@ def test_live_words_that_someone_else_changed_are_found_before_any_write() -> No
     name = "layers.0.w"
     at = np.argwhere(run.words[0][name] != run.words[1][name])[0]
     engine.live[name][tuple(at)] ^= 8
-    with pytest.raises(BaseMismatchError, match=r"live words of layers\.0\.w are not those of version 0"):
+    with pytest.raises(LiveMismatchError, match=r"live words of layers\.0\.w are not those of version 0"):
         applier.update()
     assert engine.events == []
+    assert (applier.version, applier.ready, applier.status.state) == (-1, False, "behind")
+    assert "layers.0.w" in applier.status.reason
     engine.live[name][tuple(at)] ^= 8
+    with pytest.raises(BaseMismatchError, match="join again"):
+        applier.update()
+    applier.join()
     applier.update()
     require_words(engine, run.words[1])
+
+
+def test_words_edited_after_staging_are_no_version_even_once_the_touched_ones_are_put_back() -> None:
+    """The undo heals the very words that would betray the edit: nothing may build on the others."""
+    run = Run()
+    applier, engine = run.applier(run.words[0])
+    applier.join()
+    run.step()
+    assert applier.stage() is not None
+    engine.live["layers.0.w"].view(-1)[:] ^= 1
+    problems: list[Exception] = []
+    with pytest.raises(BaseMismatchError, match="join again"):
+        applier.follow(Event(), poll_s=0.0, wait=lambda s: None, on_problem=problems.append)
+    (first,) = problems
+    assert isinstance(first, UndoneError)
+    assert "something else writes" in str(first)
+    assert (applier.version, applier.ready) == (-1, False)
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    run = Run()
+    applier, engine = run.applier(run.words[0])
+    applier.join()
+    stop, faults = Event(), []  # type: ignore[var-annotated]
+
+    def beside(call: Callable[[], object]) -> None:
+        while not stop.is_set():
+            try:
+                call()
+            except Exception as e:
+                faults.append(e)
+                return
+
+    threads = [Thread(target=beside, args=(call,)) for call in (applier.update, applier.audit, applier.stage)]
+    for t in threads:
+        t.start()
+    for _ in range(15):
+        run.step()
+        applier.update()
+    stop.set()
+    for t in threads:
+        t.join()
+    applier.update()
+    assert not faults
+    assert applier.audit().version == applier.version == 15
+    require_words(engine, run.words[-1])
+    applier.close()
+    with pytest.raises(ValueError, match="the applier is closed"):
+        applier.update()
 
 
 def test_audit_that_fails_takes_the_engine_out_and_asks_to_join_again(tmp_path: Path) -> None:
@@ -451,9 +514,11 @@ def test_rollback_of_an_anchor_and_of_words_that_changed() -> None:
     require_words(engine, run.words[0])
     applier.update()
     engine.live["embed"].view(-1)[:] ^= 1
-    with pytest.raises(BaseMismatchError, match="embed"):
+    with pytest.raises(LiveMismatchError, match="live words of embed are not those of version 1; nothing was touched"):
         applier.rollback()
-    assert applier.version == 1
+    assert (applier.version, applier.ready) == (-1, False)
+    engine.live["embed"].view(-1)[:] ^= 1
+    assert applier.join().version == 1
 
 
 def test_rollback_memory_is_bounded() -> None:

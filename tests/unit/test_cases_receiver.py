@@ -350,6 +350,8 @@ def test_case_77_weights_with_a_merged_adapter_are_no_base() -> None:
     assert torch.equal(net.proj.weight, before)
     with torch.no_grad():
         net.proj.weight.copy_(kept)  # the adapter is taken off again
+    assert not applier.ready
+    applier.join()
     assert applier.update().version == 1
 
 

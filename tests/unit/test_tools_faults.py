@@ -443,3 +443,27 @@ def test_an_interrupted_diff_leaves_no_orphan(place: Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "write_manifest", interrupted)
     assert main(["diff", str(place / "v2"), str(place / "v0"), "--sink", str(place / "s")]) == 130
     assert list(sink.keys("run")) == before
+
+
+def test_an_unsigned_version_is_not_put_on_a_signed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would stop every reader and publisher that has the key."""
+    for version in range(2):
+        (tmp_path / f"v{version}").mkdir()
+        save_file(tensors(version), tmp_path / f"v{version}" / "model.safetensors")
+    sink, values = LocalSink(tmp_path / "s"), tensors(0)
+    callback = MegasyncCallback(TensorExporter(values), sink, PublishConfig(run="r", sign_key=b"k" * 32))
+    callback.on_train_start()
+    callback.on_train_end()
+    assert callback.version == 0
+    with pytest.raises(ValueError, match="run 'r' is signed, and this command has no key"):
+        diff(tmp_path / "v0", tmp_path / "v1", sink, run="r")
+    status, said = run(capsys, "inspect", tmp_path / "s")
+    assert status == 0
+    assert [v["signed"] for v in said["runs"][0]["versions"]] == [True]
+
+
+def test_a_run_that_is_not_there_is_a_wrong_call(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inspect", "verify"):
+        status, said = run(capsys, command, place / "s", "--run", "typo")
+        assert status == 2
+        assert "holds no run 'typo'; it holds ['run']" in said["message"]
