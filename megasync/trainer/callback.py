@@ -191,6 +191,7 @@ class MegasyncCallback:
         try:
             self.flush()
         finally:
+            self._last_version = self.version
             self.close()
 
     def step_end(self, *, skipped: bool = False) -> int | None:
@@ -237,7 +238,6 @@ class MegasyncCallback:
     def close(self) -> None:
         """Stop the worker thread; versions still in flight are given up. Idempotent, local."""
         if self._state is not None:
-            self._last_version = self.version
             state, self._state = self._state, None
             state.hooks.close()
             state.masker.close()
