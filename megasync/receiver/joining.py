@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megasync.errors import BaseMismatchError, NeedsAnchorError, PlanError
+from megasync.errors import BaseMismatchError, LiveMismatchError, NeedsAnchorError, PlanError
 from megasync.manifest import Manifest
 from megasync.receiver.audit import audit
 from megasync.receiver.engine import Engine
@@ -59,13 +59,20 @@ def enter(session: Session, newest: Manifest, torn: bool, result: UpdateResult) 
         why = f"status is {now.state} (version {now.version}, target {now.target}): weights may be torn. {now.reason}"
         start = together(binding.engine, "chain", lambda: session.reader.chain(newest)[0])
     else:
-        with session.telemetry.span("audit"):
-            seen = digests = audit(binding, session.pool)
-        found, start, why = together(
-            binding.engine,
-            "finding the version",
-            lambda: find_version(session.reader, binding.schema, newest, binding.group_ids, seen),
-        )
+        try:
+            with session.telemetry.span("audit"):
+                seen = digests = audit(binding, session.pool)
+        except LiveMismatchError:
+            # What is derived, as a cast, is of no canonical bytes at all: fresh weights, which an anchor overwrites.
+            start = together(binding.engine, "chain", lambda: session.reader.chain(newest)[0])
+            if start.what != "anchor":
+                raise
+        else:
+            found, start, why = together(
+                binding.engine,
+                "finding the version",
+                lambda: find_version(session.reader, binding.schema, newest, binding.group_ids, seen),
+            )
     if found is not None:
         session.hold(found, "serving" if found.version == newest.version else "behind")
         binding.engine.holds(found.version)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megasync.errors import BaseMismatchError, MemoryPlanError, PlanError
+from megasync.errors import BaseMismatchError, LiveMismatchError, MemoryPlanError, PlanError
 from megasync.layout.compose import arrange
 from megasync.layout.evaluate import gather
 from megasync.layout.modes import Layout
@@ -136,14 +136,14 @@ class Shadows:
         """Derive everything into scratch and compare with the live tensors, as bytes.
 
         Raises:
-            BaseMismatchError: Naming the live tensors that are not the derivation of their canonical bytes.
+            LiveMismatchError: Naming the live tensors that are not the derivation of their canonical bytes.
         """
         wrong = []
         for d in self.derivations:
             values = self.derive(d, live)
             wrong += [n for n in d.outputs if not same_bytes(values[n], tensors[n])]
         if wrong:
-            raise BaseMismatchError(
+            raise LiveMismatchError(
                 f"live tensors are not what is derived from their canonical bytes: {', '.join(wrong[:20])}; load the "
                 "weights anew, or fix the adapter's derivation"
             )
