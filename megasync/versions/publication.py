@@ -182,6 +182,7 @@ class PublicationReader:
 
     def _find_base(self, manifest: Manifest) -> Manifest:
         lacking: MissingPackageError | None = None
+        others: list[str] = []
         prefix = f"{self.run}/v{manifest.base_version:012d}"
         for key in sorted(self.sink.keys(prefix, timeout_s=self.timeout_s), reverse=True):
             found = _EPOCH.search(key)
@@ -190,6 +191,7 @@ class PublicationReader:
             data = self._read_manifest(key, f"manifest of version {manifest.base_version}")
             try:
                 if not algorithm_of(data, manifest.base_digest):
+                    others.append(key)
                     continue
             except MissingPackageError as e:
                 lacking = e  # the base may still lie under another epoch
@@ -200,7 +202,9 @@ class PublicationReader:
             raise lacking
         raise NeedsAnchorError(
             f"version {manifest.version} of run {self.run!r} starts from version {manifest.base_version} "
-            f"(manifest {manifest.base_digest.hex()}), which is no longer in {self.sink.describe()}: load an anchor"
+            f"(manifest {manifest.base_digest.hex()}), which is no longer in {self.sink.describe()}"
+            + (f" (what lies at {', '.join(others)} has another digest: another epoch's, or damaged)" if others else "")
+            + ": load an anchor"
         )
 
     def chain(self, newest: Manifest, base_version: int = -1) -> list[Manifest]:

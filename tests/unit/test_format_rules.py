@@ -243,6 +243,15 @@ def test_a_base_that_lies_under_another_epoch_alone_is_gone() -> None:
         PublicationReader(sink, "r").base_of(delta)
 
 
+def test_a_base_that_is_damaged_is_said_to_lie_there() -> None:
+    base, delta = pair()
+    sink = sink_of(delta)
+    key = manifest_key("r", 6, base.epoch)
+    sink.create(key, [base.encoded[:-1] + bytes([base.encoded[-1] ^ 1])])
+    with pytest.raises(NeedsAnchorError, match=f"what lies at {key} has another digest"):
+        PublicationReader(sink, "r").base_of(delta)
+
+
 def test_a_manifest_that_is_remembered_is_not_taken_for_another_version() -> None:
     base, delta = pair()
     wrong = dataclasses.replace(delta, base_version=4)
