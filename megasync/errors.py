@@ -85,3 +85,13 @@ class RankFailedError(MegasyncError):
         self.causes = dict(causes)
         listed = "; ".join(f"rank {r}: {c}" for r, c in sorted(self.causes.items()))
         super().__init__(f"{what} failed on {len(self.causes)} rank(s): {listed}")
+
+
+def is_live_mismatch(error: BaseException | None) -> bool:
+    """Whether live words were found to be no version: by this rank, by one among ranks that failed in different ways, or as
+    the cause of an undone update."""
+    if isinstance(error, UndoneError):
+        return is_live_mismatch(error.__cause__)
+    if isinstance(error, RankFailedError):
+        return any(cause.startswith(f"{LiveMismatchError.__name__}:") for cause in error.causes.values())
+    return isinstance(error, LiveMismatchError)

@@ -27,6 +27,7 @@ from megasync.errors import (
     RetryError,
     TaintedError,
     UndoneError,
+    is_live_mismatch,
 )
 from megasync.manifest import Manifest, check_run
 from megasync.receiver.audit import audit
@@ -345,13 +346,8 @@ class Applier:
                 raise ValueError("the applier is closed: make another one, and join")
             try:
                 yield
-            except (LiveMismatchError, UndoneError) as e:
-                found = e.__cause__ if isinstance(e, UndoneError) else e
-                if (
-                    isinstance(found, LiveMismatchError)
-                    and self._session is not None
-                    and self._session.ledger is not None
-                ):
+            except (LiveMismatchError, RankFailedError, UndoneError) as e:
+                if is_live_mismatch(e) and self._session is not None and self._session.ledger is not None:
                     self._disown(self._session, str(e))
                 raise
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megasync.errors import LiveMismatchError, RetryError, TaintedError, UndoneError
+from megasync.errors import RetryError, TaintedError, UndoneError, is_live_mismatch
 from megasync.receiver.backend import Backend
 from megasync.receiver.bind import Binding
 from megasync.receiver.engine import Derivation
@@ -258,7 +258,7 @@ def _undo(
         what_now = (
             f"The touched words are as version {proven.base_version} had them, the others may not be: load the weights anew or "
             "an anchor, then join"
-            if isinstance(error, LiveMismatchError)
+            if is_live_mismatch(error)
             else f"The engine has version {proven.base_version} as before; look at the cause, then update again"
         )
         raise UndoneError(
