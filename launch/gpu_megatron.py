@@ -58,7 +58,8 @@ class GpuMegatron:
         head_dim: Size of a head.
         vocab_size: Vocabulary.
         seq_length: Tokens a sequence.
-        rows: Sequences a step and data parallel rank.
+        rows: Sequences of a micro batch.
+        num_microbatches: Micro batches a step and data parallel rank: several make steps as long as those of a real run.
         lr: Of Adam.
         blocks: Blocks of steps that are timed, publishing and not in turn.
         block_steps: Steps of a block.
@@ -82,6 +83,7 @@ class GpuMegatron:
     vocab_size: int = 32_000
     seq_length: int = 1024
     rows: int = 8
+    num_microbatches: int = 1
     lr: float = 5e-7
     blocks: int = 10
     block_steps: int = 5
@@ -116,7 +118,7 @@ class Trainer:
             lr=config.lr,
             seq_length=config.seq_length,
             micro_batch_size=config.rows,
-            num_microbatches=1,
+            num_microbatches=config.num_microbatches,
             on_gpu=device.type == "cuda",
         )
         self.config, self.device = config, device

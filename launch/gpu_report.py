@@ -44,6 +44,7 @@ def report(
     where: Row = {"layout": config.case, "ranks": ranks, "tp": config.tp, "dp": ranks // config.tp}
     where |= {"overlap": config.overlap, "gather": config.gather.value, "place": config.snapshot.value}
     where |= {"max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), "weights_nbytes": weights_nbytes}
+    where |= {"tokens": config.rows * config.num_microbatches * config.seq_length}
     differing = []
     with RowWriter(Path(config.out), "megatron") as out:
         for i, row in enumerate(steps):

@@ -25,14 +25,12 @@ from megasync.receiver.applier import Applier
 from megasync.receiver.results import StageResult
 from megasync.receiver.scatter import ScatterBackend
 from megasync.receiver.session import Session
+from megasync.receiver.stream_auto import QUIET_PROCESSES
 
 if TYPE_CHECKING:
     from launch.bench.bench_receiver import Bench
 
 DENSITY = 0.00085
-QUIET_PROCESSES = 2
-"""Worker processes of the mode for an engine that serves: what ``auto`` takes then."""
-
 SHARE_OF_FAST = 4
 """Tokens beside the fast mode: one in so many of those beside the quiet one, since it is not meant for an engine that serves."""
 

@@ -22,8 +22,12 @@ _TITLE = (
     " nothing runs behind it yet, and in the block after it the last publication still does"
 )
 
+_TOKENS = 8_192
+"""A step and data parallel rank in files that do not say."""
+
 HEADER = (
     "layout (TP x DP)",
+    "tokens a step and DP rank",
     "GB",
     "versions equal",
     "changed weights, %",
@@ -72,6 +76,7 @@ def _line(rows: list[Row]) -> list[str]:
     alone, beside = (_ms(steps(rows, publishes=which)) for which in (False, True))
     return [
         layout,
+        f"{r.get('tokens', _TOKENS):,}",
         f"{r['weights_nbytes'] / 1e9:.2f}",
         f"{equal} of {len(compared)}" if equal == len(compared) else f"**no**: {equal} of {len(compared)}",
         _median(deltas, "density", 100, ".3f"),

@@ -42,7 +42,7 @@ def test_first_blocks_first_steps_and_version_0_do_not_count(tmp_path: Path) -> 
     assert [(r["block"], r["step"]) for r in counted] == [(3, 1), (3, 2), (5, 1), (5, 2)]
     steps = ["101.0 (100.0-102.0)", "121.0 (120.0-122.0)", "19.8"]
     assert report_megatron.lines(results) == [
-        ["one GPU: 1 x 1", "2.45", "4 of 4", "2.000", "16.5", "2.00", *steps],
+        ["one GPU: 1 x 1", "8,192", "2.45", "4 of 4", "2.000", "16.5", "2.00", *steps],
     ]
 
 
@@ -51,7 +51,7 @@ def test_a_version_that_differs_is_not_hidden(tmp_path: Path) -> None:
     rows[-1] |= {"equal": False, "density": None, "pause_s": None}  # the engine never showed it
     write(tmp_path, "megatron-gpu", rows)
     (line,) = report_megatron.lines(Results(tmp_path))
-    assert line[2:6] == ["**no**: 3 of 4", "2.000", "16.5", "1.50"]
+    assert line[3:7] == ["**no**: 3 of 4", "2.000", "16.5", "1.50"]
 
 
 def test_every_file_of_the_kind_is_in_the_table(tmp_path: Path) -> None:
