@@ -48,13 +48,16 @@ class CompactPart:
 
 @dataclass(slots=True)
 class _Pending:
-    """A queued span whose sizes the host does not know yet."""
+    """A queued span whose sizes the host does not know yet; ``done`` is a mark behind it, None before somebody waits for it.
+
+    Spans share marks: where all streams share one queue, recording one lets what others queue next wait for all before it.
+    """
 
     number: int
     room: int
     counts: torch.Tensor
     entries: torch.Tensor
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | None = None
 
 
 class Launches:
@@ -145,12 +148,15 @@ class Launches:
         old = self._feed.open(number)
         found = self._find(number, old)
         queue_emit(plan, span, old, self._scratch, found, entries, room, entries[:0], 0, lanes)
-        done = self._mark()
         self._feed.close(number)
-        return _Pending(number, room, found.counts, entries, done)
+        return _Pending(number, room, found.counts, entries)
 
     def _settle(self, pending: deque[_Pending]) -> CompactPart:
         """Read the sizes of the oldest queued span and give its part; do it again where its room was too small."""
+        if pending[0].done is None:
+            mark = self._mark()
+            for queued in pending:
+                queued.done = mark
         one = pending.popleft()
         job, span = self._spans[one.number]
         plan = self._jobs[job][0]

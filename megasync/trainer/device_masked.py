@@ -7,9 +7,8 @@ or an adapter.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from threading import Event
 
 import numpy as np
 import torch
@@ -19,10 +18,9 @@ from megasync.schema import Schema
 from megasync.trainer.device_arena import Landing
 from megasync.trainer.device_frames import RawPlanes, Strip, cut, encode_raw
 from megasync.trainer.device_plan import Compaction
-from megasync.trainer.device_stream import Mark
-from megasync.trainer.masker import Masked
+from megasync.trainer.side_masker import SidePass
 from megasync.types import Entries
-from megasync.versions.encode import EncodedDelta, entries_of
+from megasync.versions.encode import entries_of
 
 
 @dataclass
@@ -67,36 +65,14 @@ class Landed:
         )
 
 
-class DeviceMasked(Masked):
-    """See the module docstring.
-
-    Args:
-        schema: The run's schema.
-        chunks: Chunks with compactions.
-        late: Chunks that begin later, with or without compactions of this rank.
-    """
+class DeviceMasked(SidePass):
+    """See the module docstring. Arguments as of ``SidePass``."""
 
     def __init__(self, schema: Schema, chunks: Collection[int], late: Collection[int]) -> None:
-        self._schema = schema
-        self.num_left = len(chunks)
-        self.waiting = set(late)
+        super().__init__(schema, chunks, late)
         self.landing: Landing | None = None
         self.landed: list[Landed] = []
-        self.error: BaseException | None = None
-        self.begun: Mark | None = None
-        self.read: Mark | None = None  # after the last read of live weights that is queued so far
-        self._issued = Event()
-        self._delta: Future[EncodedDelta] = Future()
         self._broken: list[Entries] = []
-
-    def issue(self) -> None:
-        """Every read of live weights is queued; ``read`` is when the last is done."""
-        self._issued.set()
-
-    def wait_issued(self) -> Mark | None:
-        """Wait until the last read is queued, and give its mark."""
-        self._issued.wait()
-        return self.read
 
     def encode_with(self, codec: str, algorithm: int, num_threads: int, pool: Executor) -> None:
         """Encode what came down, on the encoder's thread; afterwards the landing arena is not read any more."""
@@ -109,21 +85,6 @@ class DeviceMasked(Masked):
             self._keep_entries()
             self._delta.set_exception(e)
         self.landed.clear()
-
-    def fail(self, error: BaseException) -> None:
-        """The pass never ran, or nobody encodes it."""
-        self.error = self.error or error
-        self._issued.set()
-        if not self._delta.done():
-            self._delta.set_exception(self.error)
-
-    def changed_nbytes(self) -> int:
-        """See ``Masked.changed_nbytes``."""
-        return sum(r.num_changed * r.word_nbytes for r in self._delta.result().records)
-
-    def encode(self, codec: str, algorithm: int) -> EncodedDelta:
-        """See ``Masked.encode``: it was begun when the words came down, with the codec and algorithm of the run."""
-        return self._delta.result()
 
     def entries(self) -> Iterator[Entries]:
         """See ``Masked.entries``."""

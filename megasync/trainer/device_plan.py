@@ -76,6 +76,11 @@ def buffered(region: Region, device: torch.device) -> bool:
     return region.volatile or region.data.device != device
 
 
+def packed(region: Region, device: torch.device) -> bool:
+    """Whether a region is brought together on the device before copy engines take it down."""
+    return buffered(region, device) or not region.data.is_contiguous()
+
+
 def plan_compactions(
     schema: Schema, snapshot: Snapshot, device: torch.device
 ) -> tuple[list[Compaction], list[VolatileCopy]]:
@@ -134,6 +139,16 @@ def _read_place(region: Region, w: int, device: torch.device, copies: list[Volat
 def landing_nbytes(owned_nbytes: int) -> int:
     """Size of a landing arena: counts of every segment, and changed words up to ``LANDING_RATIO``."""
     return int(owned_nbytes * LANDING_RATIO) + 4 * (owned_nbytes // SEGMENT_WORDS) + MIN_LANDING_NBYTES
+
+
+def copied_work_nbytes(regions: Iterable[Region], device: torch.device) -> int:
+    """Device memory that passes without kernels need (``copied_masker``), for the memory plan.
+
+    Args:
+        regions: Owned regions.
+        device: Where the live weights are.
+    """
+    return sum(r.box.num_words * r.data.element_size() for r in regions if packed(r, device))
 
 
 def device_work_nbytes(regions: Iterable[Region], device: torch.device, owned_nbytes: int, *, staged: bool) -> int:

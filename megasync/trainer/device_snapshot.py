@@ -105,12 +105,16 @@ def make_snapshot(schema: Schema, regions: Sequence[Region], place: SnapshotPlac
     return DeviceSnapshot(schema, regions, place, device)
 
 
+def one_queue() -> bool:
+    """Whether all streams of a GPU share one hardware queue, as Megatron wants it before Blackwell."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def warn_of_one_queue(place: SnapshotPlace) -> None:
-    """Warn where a snapshot in host memory would hold the trainer's steps: measured on an H200, a step of 0.73 s took a
-    quarter longer."""
-    if place is SnapshotPlace.HOST and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    """Warn where a snapshot in host memory is compared by the CPU (see ``copied_masker``)."""
+    if place is SnapshotPlace.HOST and one_queue():
         log.warning(
-            "megasync: snapshot=host with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue, so that the "
-            "mask pass, which is launched as old bytes arrive from the host, waits behind the trainer's kernels and holds "
-            "the optimizer's step. Keep the snapshot on the device (snapshot=device), or give the streams more queues"
+            "megasync: snapshot=host with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue, in which kernels "
+            "of a mask pass would hold the trainer up; weights are copied to host memory instead, which takes as much of it "
+            "again, and compared by the CPU. A snapshot on the device (snapshot=device) is published sooner"
         )

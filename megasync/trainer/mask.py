@@ -7,7 +7,9 @@ take the fused kernel of megasync.kernels and give the same entries. Must not im
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +33,7 @@ from megasync.versions.changes import (
 __all__ = ["anchor_frames", "mask_regions", "words_of"]
 
 _BATCH_ENTRIES = 4 * CLOSE_ENTRIES
+_REGIONS_AHEAD = 16
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ class _Tile:
     num_changed: int
 
 
-def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
+def mask_regions(schema: Schema, snapshot: Snapshot, pool: ThreadPoolExecutor | None = None) -> Iterator[MaskedFrame]:
     """Mask every owned region and advance the snapshot to the live weights.
 
     *Memory*: the snapshot is written frame by frame, before each is handed on: XOR the frames taken back into it to
@@ -59,11 +62,12 @@ def mask_regions(schema: Schema, snapshot: Snapshot) -> Iterator[MaskedFrame]:
     Args:
         schema: The run's schema.
         snapshot: Its regions name the live memory.
+        pool: Compares some regions ahead; None compares each when its turn comes.
 
     Yields:
         Frames with at least one changed word (see ``versions.changes.cut_frames`` for where they end).
     """
-    for group in _batches(cut_frames(schema, _changed_tiles(snapshot))):
+    for group in _batches(cut_frames(schema, _changed_tiles(snapshot, pool))):
         for tiles in group:
             frame = _frame(schema, snapshot, tiles)
             # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
@@ -87,13 +91,35 @@ def _batches(frames: Iterator[list[_Tile]]) -> Iterator[list[list[_Tile]]]:
         yield batch
 
 
-def _changed_tiles(snapshot: Snapshot) -> Iterator[_Tile]:
+def _compared(snapshot: Snapshot, pool: ThreadPoolExecutor | None) -> Iterator[Iterable[ChangedUnits]]:
+    """The changed units of each region, in order."""
+
+    def compare(i: int) -> Iterator[ChangedUnits]:
+        live, (kept, units) = snapshot.host_views[i][1], snapshot.host_units[i]
+        return changed_units(kept, units_of(live) if units is None else units)
+
+    def compare_now(i: int) -> list[ChangedUnits]:
+        return list(compare(i))
+
+    if pool is None:
+        yield from map(compare, range(len(snapshot.regions)))
+        return
+    ahead: deque[Future[list[ChangedUnits]]] = deque()
+    for i in range(len(snapshot.regions)):
+        ahead.append(pool.submit(compare_now, i))
+        if len(ahead) > _REGIONS_AHEAD:
+            yield ahead.popleft().result()
+    for future in ahead:
+        yield future.result()
+
+
+def _changed_tiles(snapshot: Snapshot, pool: ThreadPoolExecutor | None) -> Iterator[_Tile]:
     """Changed tiles in order, the regions of one tile joined."""
     pending: _Tile | None = None
-    views = zip(snapshot.regions, snapshot.host_views, snapshot.host_units, strict=True)
-    for i, (region, (_, live), (kept, units)) in enumerate(views):
-        for found in changed_units(kept, units_of(live) if units is None else units):
-            num = found.num_changed(live.dtype)
+    for i, (region, found_of) in enumerate(zip(snapshot.regions, _compared(snapshot, pool), strict=True)):
+        dtype = snapshot.host_views[i][1].dtype
+        for found in found_of:
+            num = found.num_changed(dtype)
             if pending and pending.tile == region.tile and pending.tensor_id == region.tensor_id:
                 pending.found.append((i, found))
                 pending.num_changed += num

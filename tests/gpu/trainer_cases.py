@@ -14,8 +14,9 @@ from megasync.digest import XXH3_128
 from megasync.frames import FrameRecord
 from megasync.schema import Schema
 from megasync.telemetry import Telemetry
+from megasync.trainer.copied_masker import CopiedMasker
 from megasync.trainer.device_masker import DeviceMasker
-from megasync.trainer.device_snapshot import DeviceSnapshot
+from megasync.trainer.device_snapshot import DeviceSnapshot, one_queue
 from megasync.trainer.exporter import Piece
 from megasync.trainer.masker import HostMasker, Masker
 from megasync.trainer.metadata import exchange
@@ -167,10 +168,14 @@ def on_device(
     codec: str = "sparse",
     landing: int | None = None,
     telemetry: Telemetry | None = None,
-) -> tuple[DeviceSnapshot, DeviceMasker]:
-    """The device path over a rank's own weights, seeded from them."""
+) -> tuple[DeviceSnapshot, DeviceMasker | CopiedMasker]:
+    """The device path over a rank's own weights, seeded from them: with kernels, or with copies where those would hold it up."""
     snapshot = DeviceSnapshot(rank.schema, rank.regions, place, device)
     snapshot.fill_live()
+    if place is SnapshotPlace.HOST and one_queue():
+        return snapshot, CopiedMasker(
+            rank.schema, snapshot, device, codec=codec, algorithm=XXH3_128, telemetry=telemetry or Telemetry()
+        )
     masker = DeviceMasker(
         rank.schema,
         snapshot,

@@ -1,0 +1,184 @@
+"""The mask stage without kernels: copy engines bring whole weights down to pinned memory, and the CPU path compares them.
+
+For a snapshot in host memory where all streams of the GPU share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A kernel
+that waits for old bytes, or runs for long, holds up whatever is queued behind it there: matrix products of 0.72 s took 19 % longer
+beside kernels launched as copies come up (on a stream of high priority too), 16 % beside one kernel that reads across PCIe, and
+no longer beside copies down (an H200, ``launch.bench.bench_one_queue``). Frames are those of the CPU path. With tensors on
+the CPU copies are done when they are queued. Must not import receiver or an adapter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from megasync.schema import Schema
+from megasync.telemetry import Telemetry
+from megasync.trainer.device_arena import host_arena
+from megasync.trainer.device_plan import VolatileCopy, buffered, packed
+from megasync.trainer.device_stream import Mark
+from megasync.trainer.mask import mask_regions
+from megasync.trainer.masker import Masked
+from megasync.trainer.side_masker import SideMasker, SidePass
+from megasync.trainer.snapshot import SAME_SIZE, Snapshot
+from megasync.types import Entries
+from megasync.versions.changes import MaskedFrame
+from megasync.versions.encode import encode, entries_of
+
+_COPY_NBYTES = 32 << 20  # at a time: the trainer's own copies get in between
+_LOOK_S = 5e-4  # between looks at whether copies are done: to wait in the driver would keep a core busy
+
+
+class CopiedPass(SidePass):
+    """One pass; arguments as of ``SidePass``."""
+
+    def __init__(self, schema: Schema, chunks: Collection[int], late: Collection[int]) -> None:
+        super().__init__(schema, chunks, late)
+        self.frames: list[MaskedFrame] = []  # compared, and in the snapshot
+
+    def encode_with(self, codec: str, algorithm: int) -> None:
+        """Encode what was found, on the encoder's thread."""
+        try:
+            if self.error is not None:
+                raise self.error
+            self._delta.set_result(encode(self.frames, codec, algorithm))
+            self.frames = []
+        except BaseException as e:
+            self._delta.set_exception(e)
+
+    def entries(self) -> Iterator[Entries]:
+        """See ``Masked.entries``."""
+        if self._delta.exception() is None:
+            yield from entries_of(self._schema, self._delta.result())
+        for frame in self.frames:
+            yield frame.entries
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Live bytes that lie together, and where they come down; uint8 ``[n]`` both."""
+
+    live: torch.Tensor
+    landed: torch.Tensor
+
+
+class CopiedMasker(SideMasker[CopiedPass]):
+    """See the module docstring.
+
+    Args:
+        schema: The run's schema.
+        snapshot: Seeded, in host memory; its regions name the live memory.
+        device: Where the live weights are.
+        codec: Codec name or ``auto``.
+        algorithm: Digest algorithm of the format.
+        telemetry: As of ``SideMasker``, and ``landing`` (host, waiting for copies), ``compare`` and ``codec`` (host).
+        num_threads: Threads that compare.
+
+    *Memory*: pinned, as much as the snapshot; on the device copies of volatile and of strided weights. *Stream*: a pass is read
+    when the one before it was compared: steps that are shorter than comparing takes wait for it at the fence.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        snapshot: Snapshot,
+        device: torch.device,
+        *,
+        codec: str,
+        algorithm: int,
+        telemetry: Telemetry,
+        num_threads: int = 4,
+    ) -> None:
+        self._snapshot, self._codec, self._algorithm = snapshot, codec, algorithm
+        arena = host_arena(snapshot.nbytes, device)
+        copies: list[VolatileCopy] = []
+        self._packs: dict[int, list[VolatileCopy]] = defaultdict(list)
+        self._runs: dict[int, list[_Run]] = defaultdict(list)
+        regions = []
+        for region, offset in zip(snapshot.regions, snapshot.offsets.tolist(), strict=True):
+            live = region.data.detach().view(SAME_SIZE[region.data.element_size()])
+            if packed(region, device):
+                into = copies if buffered(region, device) else self._packs[region.chunk]
+                into.append(VolatileCopy(live, torch.empty(live.shape, dtype=live.dtype, device=device)))
+                live = into[-1].buffer
+            landed = arena[offset : offset + live.nbytes]
+            _add(self._runs[region.chunk], _Run(_bytes_of(live), landed))
+            regions.append(replace(region, data=landed.view(live.dtype).view(live.shape)))
+        # The same words kept, beside live ones that the CPU can read.
+        self._landed = Snapshot(schema, regions, lambda nbytes: snapshot.arena)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-compare")
+        super().__init__(schema, sorted(self._runs), copies, device, telemetry)
+
+    def undo(self, passes: Iterable[Masked]) -> None:
+        """See ``Masker.undo``; done when it returns."""
+        for one in passes:
+            for entries in one.entries():
+                self._snapshot.xor_(entries)
+
+    def close(self) -> None:
+        """See ``SideMasker.close``."""
+        super().close()
+        self._pool.shutdown(wait=True)
+
+    def _new_pass(self, late: Collection[int]) -> CopiedPass:
+        return CopiedPass(self._schema, self._chunks, late)
+
+    def _read_chunk(self, masked: CopiedPass, chunk: int, start: Mark) -> None:
+        if masked.error is not None:
+            return
+        start.hold()
+        if masked.begun is None:
+            masked.begun = Mark(self._device)
+        for pack in self._packs[chunk]:  # before all copies: kernels wait for nothing then
+            pack.buffer.copy_(pack.live, non_blocking=True)
+        for run in self._runs[chunk]:
+            for live, landed in zip(run.live.split(_COPY_NBYTES), run.landed.split(_COPY_NBYTES), strict=True):
+                landed.copy_(live, non_blocking=True)
+        masked.read = Mark(self._device)
+
+    def _finish(self, masked: CopiedPass) -> None:
+        """Every copy is queued: let the fence pass, wait for them, compare."""
+        self._mark_read(masked)
+        try:
+            with self._telemetry.span("landing"):
+                while masked.read is not None and not masked.read.passed:
+                    time.sleep(_LOOK_S)
+            if masked.error is None:
+                with self._telemetry.span("compare"):
+                    for frame in mask_regions(self._schema, self._landed, self._pool):
+                        masked.frames.append(frame)  # one by one: what was found before an error is in the snapshot
+        except BaseException as e:
+            masked.error = masked.error or e
+        self._encoder.submit(self._encode, masked)
+
+    def _encode(self, masked: CopiedPass) -> None:
+        with self._telemetry.span("codec"):
+            masked.encode_with(self._codec, self._algorithm)
+
+
+def _bytes_of(words: torch.Tensor) -> torch.Tensor:
+    """The bytes of contiguous words, as a view of their storage."""
+    at = words.storage_offset() * words.element_size()
+    out = torch.empty(0, dtype=torch.uint8, device=words.device)
+    return out.set_(words.untyped_storage(), at, (words.nbytes,), (1,))
+
+
+def _add(runs: list[_Run], run: _Run) -> None:
+    """Append, or make the last one longer where the bytes follow it on both sides."""
+    last = runs[-1] if runs else run
+    n, live, landed = last.live.numel(), last.live, last.landed
+    same = live.untyped_storage().data_ptr() == run.live.untyped_storage().data_ptr()
+    follows = run.live.storage_offset() == live.storage_offset() + n
+    if runs and same and follows and run.landed.storage_offset() == landed.storage_offset() + n:
+        run = _Run(_longer(live, run.live.numel()), _longer(landed, run.landed.numel()))
+        runs.pop()
+    runs.append(run)
+
+
+def _longer(view: torch.Tensor, nbytes: int) -> torch.Tensor:
+    return view.as_strided((view.numel() + nbytes,), (1,))

@@ -1,0 +1,301 @@
+"""The mask stage by copies, for streams that share one queue, against the CPU path: same frames, same bytes, same snapshot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megasync.config import PublishConfig, SnapshotPlace
+from megasync.digest import XXH3_128
+from megasync.telemetry import Telemetry
+from megasync.trainer import copied_masker, device_masker
+from megasync.trainer.copied_masker import CopiedMasker
+from megasync.trainer.device_snapshot import DeviceSnapshot
+from megasync.trainer.memory_plan import plan_memory
+from tests.gpu import trainer_cases as cases
+
+HOST = SnapshotPlace.HOST
+
+
+@pytest.fixture(autouse=True)
+def one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def made(rank: cases.Rank, codec: str = "sparse") -> tuple[DeviceSnapshot, CopiedMasker]:
+    snapshot, masker = cases.on_device(rank, place=HOST, codec=codec)
+    assert isinstance(masker, CopiedMasker)
+    return snapshot, masker
+
+
+class Gate:
+    """Holds every copy until it is opened: the device is busy with the next forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        inner = CopiedMasker._read_chunk
+
+        def gated(*args: Any) -> None:
+            self.reached.set()
+            assert self.opened.wait(20)
+            inner(*args)
+
+        monkeypatch.setattr(CopiedMasker, "_read_chunk", gated)
+
+
+@pytest.mark.parametrize(("parts", "index"), [(1, 0), (3, 1)])
+def test_frames_bytes_sums_and_snapshot_are_those_of_the_cpu_path(parts: int, index: int) -> None:
+    rank = cases.make_rank(parts=parts, index=index)
+    host_snapshot, host, copy = cases.on_host(rank)
+    snapshot, masker = made(rank)
+    for step, density in enumerate((0.002, 0.0, 0.05, 0.7, 1.0, 1e-6)):
+        rank.change(density, step)
+        copy.change(density, step)
+        wanted = host.begin().encode("sparse", XXH3_128)
+        masked = masker.begin()
+        cases.assert_equal_deltas(masked.encode("sparse", XXH3_128), wanted)
+        assert masked.changed_nbytes() == sum(r.num_changed * r.word_nbytes for r in wanted.records)
+        cases.assert_snapshot_is_live(snapshot)
+        cases.assert_same_bytes(cases.copies_of(snapshot), cases.copies_of(host_snapshot))
+    masker.close()
+
+
+def test_weights_that_lie_together_come_down_together_and_strided_ones_are_packed() -> None:
+    rank = cases.make_rank()
+    _, masker = made(rank)
+    runs = [run for chunk in masker._runs.values() for run in chunk]
+    assert len(runs) < len(rank.regions)
+    assert sum(run.live.numel() for run in runs) == sum(r.data.nbytes for r in rank.regions)
+    packs = [pack for chunk in masker._packs.values() for pack in chunk]
+    strided = [r.data for r in rank.regions if not r.data.is_contiguous()]
+    assert sum(p.live.nbytes for p in packs) == sum(t.nbytes for t in strided) > 0
+    masker.close()
+
+
+@pytest.mark.parametrize("codec", ["auto", "lz4+zstd", "zstd"])
+def test_other_codecs_give_the_bytes_of_the_cpu_path(codec: str) -> None:
+    rank = cases.make_rank()
+    _, host, copy = cases.on_host(rank)
+    _, masker = made(rank, codec)
+    for step, density in enumerate((0.01, 0.8)):
+        rank.change(density, step)
+        copy.change(density, step)
+        wanted = host.begin().encode(codec, XXH3_128)
+        cases.assert_equal_deltas(masker.begin().encode(codec, XXH3_128), wanted)
+    masker.close()
+
+
+def test_passes_undo_newest_first() -> None:
+    rank = cases.make_rank(parts=3, index=2)
+    snapshot, masker = made(rank)
+    states = [cases.copies_of(snapshot)]
+    passes = []
+    for step, density in enumerate((0.01, 0.6, 0.001)):
+        rank.change(density, step)
+        passes.append(masker.begin())
+        passes[-1].encode("sparse", XXH3_128)
+        states.append(cases.copies_of(snapshot))
+    masker.undo(passes[:0:-1])
+    cases.assert_same_bytes(cases.copies_of(snapshot), states[1])
+    masker.undo(passes[:1])
+    cases.assert_same_bytes(cases.copies_of(snapshot), states[0])
+    masker.close()
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_case_67_the_fence_keeps_the_next_step_out_and_without_it_the_step_leaks(
+    fenced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = cases.make_rank()
+    _, host, copy = cases.on_host(rank)
+    _, masker = made(rank)
+    gate = Gate(monkeypatch)
+    rank.change(0.01, 1)
+    copy.change(0.01, 1)
+    masked = masker.begin()
+    if fenced:
+        threading.Timer(0.2, gate.opened.set).start()
+        masker.fence()
+        assert gate.opened.is_set()
+    assert gate.reached.wait(20)
+    rank.change(0.01, 2)  # the next optimizer step
+    gate.opened.set()
+    found = masked.encode("sparse", XXH3_128)
+    assert (found.parts == host.begin().encode("sparse", XXH3_128).parts) is fenced
+    masker._running = None
+    masker.close()
+
+
+def test_the_fence_does_not_wait_for_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = cases.make_rank()
+    _, host, copy = cases.on_host(rank)
+    _, masker = made(rank)
+    compared, inner = threading.Event(), copied_masker.mask_regions
+
+    def slow(*args: Any) -> Iterator[Any]:
+        assert compared.wait(20)
+        yield from inner(*args)
+
+    monkeypatch.setattr(copied_masker, "mask_regions", slow)
+    rank.change(0.01, 1)
+    copy.change(0.01, 1)
+    masked = masker.begin()
+    masker.fence()
+    rank.change(0.01, 2)  # what was copied stays as it was
+    compared.set()
+    cases.assert_equal_deltas(masked.encode("sparse", XXH3_128), host.begin().encode("sparse", XXH3_128))
+    masker.close()
+
+
+def test_a_volatile_weight_is_of_its_step_end_whatever_writes_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = cases.make_rank()
+    _, host, copy = cases.on_host(rank)
+    _, masker = made(rank)
+    gate = Gate(monkeypatch)
+    rank.change(0.05, 1)
+    copy.change(0.05, 1)
+    masked = masker.begin()
+    rank.change(0.5, 2, cases.VOLATILE)  # finalize_model_grads of the next step, before the fence
+    gate.opened.set()
+    cases.assert_equal_deltas(masked.encode("sparse", XXH3_128), host.begin().encode("sparse", XXH3_128))
+    masker.close()
+
+
+def test_late_chunks_are_read_when_they_begin_and_frames_do_not_show_it() -> None:
+    rank = cases.make_rank()
+    snapshot, masker = made(rank)
+    _, host, copy = cases.on_host(rank)
+    late = [n for n, c in cases.CHUNK_OF.items() if c == 1]
+    early = [s.name for s in cases.SPECS if s.name not in late]
+    rank.change(0.03, 1, early)
+    masked = masker.begin(late=(1, 7))  # chunk 7 is held by this rank, but owned by others
+    rank.change(0.03, 1, late)  # gathered during the next forward
+    masker.start_chunk(1)
+    masker.start_rest()
+    masker.fence()
+    copy.change(0.03, 1, early)
+    copy.change(0.03, 1, late)
+    cases.assert_equal_deltas(masked.encode("sparse", XXH3_128), host.begin().encode("sparse", XXH3_128))
+    cases.assert_snapshot_is_live(snapshot)
+    masker.close()
+
+
+def test_a_comparison_that_breaks_off_is_undone_and_the_next_pass_carries_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = cases.make_rank()
+    snapshot, masker = made(rank)
+    before = cases.copies_of(snapshot)
+    inner = copied_masker.mask_regions
+
+    def breaking(*args: Any) -> Iterator[Any]:
+        for i, frame in enumerate(inner(*args)):
+            yield frame
+            if i == 1:
+                raise MemoryError("no room for the changed words")
+
+    monkeypatch.setattr(copied_masker, "mask_regions", breaking)
+    rank.change(0.3, 1)
+    masked = masker.begin()
+    for call in (lambda: masked.encode("sparse", XXH3_128), masked.changed_nbytes):
+        with pytest.raises(MemoryError, match="no room for the changed"):
+            call()
+    assert any((a != b).any() for a, b in zip(cases.copies_of(snapshot), before, strict=True))
+    masker.undo([masked])
+    cases.assert_same_bytes(cases.copies_of(snapshot), before)
+    monkeypatch.setattr(copied_masker, "mask_regions", inner)
+    masker.begin().encode("sparse", XXH3_128)
+    cases.assert_snapshot_is_live(snapshot)
+    masker.close()
+
+
+def test_a_codec_that_fails_leaves_a_pass_that_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = cases.make_rank()
+    snapshot, masker = made(rank)
+    before = cases.copies_of(snapshot)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("the encoder is out of order")
+
+    monkeypatch.setattr(copied_masker, "encode", failing)
+    passes = []
+    for step in range(3):
+        rank.change(0.3, step)
+        passes.append(masker.begin())
+        with pytest.raises(OSError, match="out of order"):
+            passes[-1].encode("sparse", XXH3_128)
+    masker.undo(passes[::-1])
+    cases.assert_same_bytes(cases.copies_of(snapshot), before)
+    masker.close()
+
+
+def test_a_copy_that_fails_fails_the_pass_and_leaves_the_snapshot_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = cases.make_rank()
+    snapshot, masker = made(rank)
+    before = cases.copies_of(snapshot)
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(CopiedMasker, "_read_chunk", failing)
+    rank.change(0.3, 1)
+    masked = masker.begin()
+    masker.fence()
+    with pytest.raises(RuntimeError, match="device is gone"):
+        masked.encode("sparse", XXH3_128)
+    assert list(masked.entries()) == []
+    cases.assert_same_bytes(cases.copies_of(snapshot), before)
+    masker.close()
+
+
+def test_closing_ends_a_pass_that_waits_for_its_chunks() -> None:
+    _, masker = made(cases.make_rank())
+    masked = masker.begin(late=(1,))
+    masker.close()
+    masker.close()
+    with pytest.raises(RuntimeError, match="closed before"):
+        masked.encode("sparse", XXH3_128)
+
+
+def test_a_rank_that_owns_nothing_has_empty_passes() -> None:
+    _, masker = made(replace(cases.make_rank(), regions=[]))
+    masked = masker.begin(late=(0,))
+    masker.start_rest()
+    masker.fence()
+    delta = masked.encode("sparse", XXH3_128)
+    assert (delta.records, delta.parts, delta.touched) == ((), (), {})
+    masker.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "connections", "copied"), [(HOST, "1", True), (HOST, "8", False), (SnapshotPlace.DEVICE, "1", False)]
+)
+def test_it_is_taken_for_a_snapshot_in_host_memory_behind_one_queue(
+    place: SnapshotPlace, connections: str, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    for name in ("CopiedMasker", "DeviceMasker"):
+        monkeypatch.setattr(device_masker, name, lambda *args, _name=name, **kwargs: _name)
+
+    class Arena:
+        is_cuda = place is SnapshotPlace.DEVICE
+
+    snapshot: Any = type("AnySnapshot", (), {"arena": Arena})
+    schema = cases.make_rank().schema
+    kind = device_masker.make_masker(schema, snapshot, torch.device("cuda"), "sparse", XXH3_128, Telemetry())
+    assert kind == ("CopiedMasker" if copied else "DeviceMasker")  # type: ignore[comparison-overlap]
+
+
+def test_the_memory_plan_knows_what_comes_down() -> None:
+    rank = cases.make_rank()
+    owned = sum(r.data.nbytes for r in rank.regions)
+    plan = plan_memory(rank.schema, rank.regions, PublishConfig(snapshot=HOST), torch.device("cuda"), anchor=False)
+    (row,) = [r for r in plan.rows if "copied down" in r.what]
+    assert row.host_nbytes == owned
+    # Everything lies on another device than cuda here, so all of it is packed.
+    assert row.device_nbytes == owned
