@@ -66,10 +66,11 @@ fi
 if [ "$gpu" = 1 ]; then
   for script in launch/bench/bench_*.py; do
     name=${script#launch/bench/bench_}
-    case " $needs_no_gpu " in *" ${name%.py} "*) ;; *) bench "${name%.py}" ;; esac
+    case " $needs_no_gpu one_queue " in *" ${name%.py} "*) ;; *) bench "${name%.py}" ;; esac
   done
   if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then bench peers --nvlink; fi
-  CUDA_DEVICE_MAX_CONNECTIONS=1 bench trainer 'places=[HOST]' out=launch/bench/results/trainer-gpu-connections1.jsonl
+  CUDA_DEVICE_MAX_CONNECTIONS=1 bench one_queue
+  CUDA_DEVICE_MAX_CONNECTIONS=1 bench trainer out=launch/bench/results/trainer-gpu-connections1.jsonl
 fi
 
 "$PYTHON" -m launch.bench.report

@@ -25,6 +25,7 @@ WRITTEN_BY = {
     "mask-gpu": "bench.bench_mask",
     "megatron-gpu": "gpu_megatron",
     "nvfp4-gpu": "bench.bench_nvfp4",
+    "one-queue-gpu": "bench.bench_one_queue",
     "payload-cpu": "bench.bench_payload",
     "peers-gpu": "bench.bench_peers",
     "peers-nvlink-gpu": "bench.bench_peers",

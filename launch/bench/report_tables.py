@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from launch.bench import report_counters, report_deltas, report_megatron, report_nvfp4, report_peers, report_receiver
+from launch.bench import (
+    report_counters,
+    report_deltas,
+    report_megatron,
+    report_nvfp4,
+    report_one_queue,
+    report_peers,
+    report_receiver,
+)
 from launch.bench.report_apply import audit_class, audit_classes, num_digits
 from launch.bench.report_figures import FIGURES
 from launch.bench.report_measures import Measured, value_of
@@ -101,6 +109,7 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[st
         ["stage", "ms", "floor", "x floor"],
         [_beside(name, found) for name, found in stages(results)],
     )
+    yield report_one_queue.TITLE, report_one_queue.HEADER, report_one_queue.lines(results)
     slots = value_of(report_receiver.two_slots, results)
     counters = report_counters.lines(results, slots.value.p50 if slots else None)
     yield report_counters.TITLE, report_counters.HEADER, counters

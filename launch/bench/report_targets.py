@@ -147,11 +147,20 @@ TARGETS = (
                 1.0,
                 report_trainer.step_slowdown("trainer-gpu", "host"),
             ),
+            *(
+                Part(
+                    f"step slower with one connection, snapshot in {where}",
+                    "%",
+                    1.0,
+                    report_trainer.step_slowdown("trainer-gpu-connections1", place),
+                )
+                for where, place in (("HBM", "device"), ("pinned memory", "host"))
+            ),
             Part(
-                "step slower with one connection",
-                "%",
-                1.0,
-                report_trainer.step_slowdown("trainer-gpu-connections1", "host"),
+                "stream held with one connection, snapshot in pinned memory",
+                "ms",
+                0.5,
+                report_trainer.stream_held("host", "trainer-gpu-connections1"),
             ),
         ),
     ),

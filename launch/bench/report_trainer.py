@@ -41,12 +41,12 @@ def mask_kernels(place: str) -> Measure:
     return measure
 
 
-def stream_held(place: str) -> Measure:
+def stream_held(place: str, file: str = "trainer-gpu") -> Measure:
     """How long the trainer's stream waits for the mask pass (P2)."""
 
     def measure(results: Results) -> Measured:
-        rows = results.take("trainer-gpu", "step", place=place, syncs=True)
-        return Measured(stat(rows, "held_s").scaled(1e3), 0.0, rows[0], _step_said(results, "trainer-gpu", place))
+        rows = results.take(file, "step", place=place, syncs=True)
+        return Measured(stat(rows, "held_s").scaled(1e3), 0.0, rows[0], _step_said(results, file, place))
 
     return measure
 

@@ -9,11 +9,13 @@ the CPU copies are done when they are queued. Must not import receiver or an ada
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Event
 
 import torch
 
@@ -30,6 +32,8 @@ from megasync.types import Entries
 from megasync.versions.changes import MaskedFrame
 from megasync.versions.encode import encode, entries_of
 
+log = logging.getLogger(__name__)
+
 _COPY_NBYTES = 32 << 20  # at a time: the trainer's own copies get in between
 _LOOK_S = 5e-4  # between looks at whether copies are done: to wait in the driver would keep a core busy
 
@@ -39,6 +43,8 @@ class CopiedPass(SidePass):
 
     def __init__(self, schema: Schema, chunks: Collection[int], late: Collection[int]) -> None:
         super().__init__(schema, chunks, late)
+        self.num_uncopied = len(chunks)
+        self.lands = False  # whether it has the memory that copies come down to
         self.frames: list[MaskedFrame] = []  # compared, and in the snapshot
 
     def encode_with(self, codec: str, algorithm: int) -> None:
@@ -79,8 +85,9 @@ class CopiedMasker(SideMasker[CopiedPass]):
         telemetry: As of ``SideMasker``, and ``landing`` (host, waiting for copies), ``compare`` and ``codec`` (host).
         num_threads: Threads that compare.
 
-    *Memory*: pinned, as much as the snapshot; on the device copies of volatile and of strided weights. *Stream*: a pass is read
-    when the one before it was compared: steps that are shorter than comparing takes wait for it at the fence.
+    *Memory*: pinned, as much as the snapshot; on the device copies of volatile and of strided weights. *Stream*: copies are
+    queued when a chunk begins, on the trainer's thread; ``begin`` first waits on the host until the pass before it was compared,
+    so steps that are shorter than comparing takes are held up.
     """
 
     def __init__(
@@ -111,6 +118,8 @@ class CopiedMasker(SideMasker[CopiedPass]):
             regions.append(replace(region, data=landed.view(live.dtype).view(live.shape)))
         # The same words kept, beside live ones that the CPU can read.
         self._landed = Snapshot(schema, regions, lambda nbytes: snapshot.arena)
+        self._landing_free = Event()
+        self._landing_free.set()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-compare")
         super().__init__(schema, sorted(self._runs), copies, device, telemetry)
 
@@ -128,21 +137,38 @@ class CopiedMasker(SideMasker[CopiedPass]):
     def _new_pass(self, late: Collection[int]) -> CopiedPass:
         return CopiedPass(self._schema, self._chunks, late)
 
-    def _read_chunk(self, masked: CopiedPass, chunk: int, start: Mark) -> None:
-        if masked.error is not None:
-            return
-        start.hold()
-        if masked.begun is None:
-            masked.begun = Mark(self._device)
+    def _begin_chunk(self, masked: CopiedPass, chunk: int, start: Mark) -> None:
+        """Queues the chunk's copies at once: what the trainer launches next would stand before them in the one queue."""
+        if not masked.lands:
+            self._landing_free.wait()  # until the pass before is compared
+            self._landing_free.clear()
+            masked.lands = True
+        with self._side.current():
+            try:
+                start.hold()
+                masked.begun = masked.begun or Mark(self._device)
+                self._copy_down(chunk)
+            except BaseException as e:
+                masked.error = masked.error or e
+                log.exception("megasync: copying model chunk %d failed", chunk)
+            masked.read = Mark(self._device)
+        masked.num_uncopied -= 1
+        if masked.num_uncopied <= 0:
+            masked.issue()
+        super()._begin_chunk(masked, chunk, start)
+
+    def _copy_down(self, chunk: int) -> None:
         for pack in self._packs[chunk]:  # before all copies: kernels wait for nothing then
             pack.buffer.copy_(pack.live, non_blocking=True)
         for run in self._runs[chunk]:
             for live, landed in zip(run.live.split(_COPY_NBYTES), run.landed.split(_COPY_NBYTES), strict=True):
                 landed.copy_(live, non_blocking=True)
-        masked.read = Mark(self._device)
+
+    def _read_chunk(self, masked: CopiedPass, chunk: int, start: Mark) -> None:
+        """See ``SideMasker._read_chunk``: all is queued already."""
 
     def _finish(self, masked: CopiedPass) -> None:
-        """Every copy is queued: let the fence pass, wait for them, compare."""
+        """Every copy is queued: wait for them, compare."""
         self._mark_read(masked)
         try:
             with self._telemetry.span("landing"):
@@ -154,6 +180,7 @@ class CopiedMasker(SideMasker[CopiedPass]):
                         masked.frames.append(frame)  # one by one: what was found before an error is in the snapshot
         except BaseException as e:
             masked.error = masked.error or e
+        self._landing_free.set()
         self._encoder.submit(self._encode, masked)
 
     def _encode(self, masked: CopiedPass) -> None:

@@ -33,7 +33,7 @@ from megasync.versions.changes import (
 __all__ = ["anchor_frames", "mask_regions", "words_of"]
 
 _BATCH_ENTRIES = 4 * CLOSE_ENTRIES
-_REGIONS_AHEAD = 16
+_AHEAD = 16
 
 
 @dataclass(slots=True)
@@ -62,19 +62,35 @@ def mask_regions(schema: Schema, snapshot: Snapshot, pool: ThreadPoolExecutor | 
     Args:
         schema: The run's schema.
         snapshot: Its regions name the live memory.
-        pool: Compares some regions ahead; None compares each when its turn comes.
+        pool: Compares some regions and makes some frames ahead; None does each when its turn comes.
 
     Yields:
         Frames with at least one changed word (see ``versions.changes.cut_frames`` for where they end).
     """
-    for group in _batches(cut_frames(schema, _changed_tiles(snapshot, pool))):
-        for tiles in group:
-            frame = _frame(schema, snapshot, tiles)
-            # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
-            for tile in tiles:
-                for region, units in tile.found:
-                    snapshot.host_units[region][0][units.at] = units.new
-            yield frame
+    for tiles, frame in _frames(schema, snapshot, pool):
+        # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
+        for tile in tiles:
+            for region, units in tile.found:
+                snapshot.host_units[region][0][units.at] = units.new
+        yield frame
+
+
+def _frames(
+    schema: Schema, snapshot: Snapshot, pool: ThreadPoolExecutor | None
+) -> Iterator[tuple[list[_Tile], MaskedFrame]]:
+    """Frames in order, with the tiles that each is made of."""
+    cuts = cut_frames(schema, _changed_tiles(snapshot, pool))
+    if pool is None:
+        yield from ((tiles, _frame(schema, snapshot, tiles)) for group in _batches(cuts) for tiles in group)
+        return
+    ahead: deque[tuple[list[_Tile], Future[MaskedFrame]]] = deque()
+    for tiles in cuts:
+        ahead.append((tiles, pool.submit(_frame, schema, snapshot, tiles)))
+        if len(ahead) > _AHEAD:
+            made = ahead.popleft()
+            yield made[0], made[1].result()
+    for tiles, future in ahead:
+        yield tiles, future.result()
 
 
 def _batches(frames: Iterator[list[_Tile]]) -> Iterator[list[list[_Tile]]]:
@@ -107,7 +123,7 @@ def _compared(snapshot: Snapshot, pool: ThreadPoolExecutor | None) -> Iterator[I
     ahead: deque[Future[list[ChangedUnits]]] = deque()
     for i in range(len(snapshot.regions)):
         ahead.append(pool.submit(compare_now, i))
-        if len(ahead) > _REGIONS_AHEAD:
+        if len(ahead) > _AHEAD:
             yield ahead.popleft().result()
     for future in ahead:
         yield future.result()

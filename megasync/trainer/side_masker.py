@@ -137,11 +137,15 @@ class SideMasker(Masker, Generic[P]):
         self._running = masked
         start = Mark(self._device)
         if not self._chunks:
-            self._jobs.put((masked, _NO_CHUNK, start))
+            self._begin_chunk(masked, _NO_CHUNK, start)
         for chunk in self._chunks:
             if chunk not in masked.waiting:
-                self._jobs.put((masked, chunk, start))
+                self._begin_chunk(masked, chunk, start)
         return masked
+
+    def _begin_chunk(self, masked: P, chunk: int, start: Mark) -> None:
+        """A chunk's weights are current from ``start`` on; on the trainer's thread."""
+        self._jobs.put((masked, chunk, start))
 
     def start_chunk(self, chunk: int) -> None:
         """See ``Masker.start_chunk``."""
@@ -150,7 +154,7 @@ class SideMasker(Masker, Generic[P]):
             return
         masked.waiting.remove(chunk)
         if chunk in self._chunks:
-            self._jobs.put((masked, chunk, Mark(self._device)))
+            self._begin_chunk(masked, chunk, Mark(self._device))
 
     def start_rest(self) -> None:
         """See ``Masker.start_rest``."""

@@ -105,7 +105,7 @@ def test_every_publication_rebuilds_bit_for_bit_and_a_restart_goes_on(place: Sna
 
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass begins late on the mask's stream, as behind a busy GPU."""
-    inner, read = device_masker.compact_jobs_, CopiedMasker._read_chunk
+    inner, read = device_masker.compact_jobs_, CopiedMasker._copy_down
 
     def late(*args: Any, **kwargs: Any) -> Iterator[Any]:
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -116,7 +116,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
         read(*args)
 
     monkeypatch.setattr(device_masker, "compact_jobs_", late)
-    monkeypatch.setattr(CopiedMasker, "_read_chunk", read_late)
+    monkeypatch.setattr(CopiedMasker, "_copy_down", read_late)
 
 
 class Trained:

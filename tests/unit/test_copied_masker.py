@@ -16,6 +16,7 @@ from megasync.telemetry import Telemetry
 from megasync.trainer import copied_masker, device_masker
 from megasync.trainer.copied_masker import CopiedMasker
 from megasync.trainer.device_snapshot import DeviceSnapshot
+from megasync.trainer.device_stream import Mark
 from megasync.trainer.memory_plan import plan_memory
 from tests.gpu import trainer_cases as cases
 
@@ -31,21 +32,6 @@ def made(rank: cases.Rank, codec: str = "sparse") -> tuple[DeviceSnapshot, Copie
     snapshot, masker = cases.on_device(rank, place=HOST, codec=codec)
     assert isinstance(masker, CopiedMasker)
     return snapshot, masker
-
-
-class Gate:
-    """Holds every copy until it is opened: the device is busy with the next forward."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
-        inner = CopiedMasker._read_chunk
-
-        def gated(*args: Any) -> None:
-            self.reached.set()
-            assert self.opened.wait(20)
-            inner(*args)
-
-        monkeypatch.setattr(CopiedMasker, "_read_chunk", gated)
 
 
 @pytest.mark.parametrize(("parts", "index"), [(1, 0), (3, 1)])
@@ -107,27 +93,53 @@ def test_passes_undo_newest_first() -> None:
     masker.close()
 
 
-@pytest.mark.parametrize("fenced", [True, False])
-def test_case_67_the_fence_keeps_the_next_step_out_and_without_it_the_step_leaks(
-    fenced: bool, monkeypatch: pytest.MonkeyPatch
+def test_copies_are_queued_before_the_step_end_returns_and_the_fence_is_of_them(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    rank = cases.make_rank()
+    _, masker = made(rank)
+    calls: list[str] = []
+    copy_down, hold = CopiedMasker._copy_down, Mark.hold
+
+    def noted(self: CopiedMasker, chunk: int) -> None:
+        calls.append(f"copy {chunk}")
+        copy_down(self, chunk)
+
+    def held(self: Mark) -> None:
+        calls.append("hold")
+        hold(self)
+
+    monkeypatch.setattr(CopiedMasker, "_copy_down", noted)
+    monkeypatch.setattr(Mark, "hold", held)
+    masked = masker.begin()
+    assert calls == ["hold", "copy 0", "hold", "copy 1"]
+    masker.fence()
+    assert calls[4:] == ["hold"]
+    masked.encode("sparse", XXH3_128)
+    masker.close()
+
+
+def test_the_next_pass_waits_until_this_one_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = cases.make_rank()
     _, host, copy = cases.on_host(rank)
     _, masker = made(rank)
-    gate = Gate(monkeypatch)
+    go, inner = threading.Event(), copied_masker.mask_regions
+
+    def slow(*args: Any) -> Iterator[Any]:
+        assert go.wait(20)
+        yield from inner(*args)
+
+    monkeypatch.setattr(copied_masker, "mask_regions", slow)
     rank.change(0.01, 1)
     copy.change(0.01, 1)
-    masked = masker.begin()
-    if fenced:
-        threading.Timer(0.2, gate.opened.set).start()
-        masker.fence()
-        assert gate.opened.is_set()
-    assert gate.reached.wait(20)
-    rank.change(0.01, 2)  # the next optimizer step
-    gate.opened.set()
-    found = masked.encode("sparse", XXH3_128)
-    assert (found.parts == host.begin().encode("sparse", XXH3_128).parts) is fenced
-    masker._running = None
+    first = masker.begin()
+    threading.Timer(0.2, go.set).start()
+    rank.change(0.02, 2)
+    second = masker.begin()
+    assert go.is_set()
+    cases.assert_equal_deltas(first.encode("sparse", XXH3_128), host.begin().encode("sparse", XXH3_128))
+    copy.change(0.02, 2)
+    cases.assert_equal_deltas(second.encode("sparse", XXH3_128), host.begin().encode("sparse", XXH3_128))
     masker.close()
 
 
@@ -152,16 +164,19 @@ def test_the_fence_does_not_wait_for_the_comparison(monkeypatch: pytest.MonkeyPa
     masker.close()
 
 
-def test_a_volatile_weight_is_of_its_step_end_whatever_writes_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_volatile_weight_of_a_late_chunk_is_of_its_step_end_whatever_writes_it_next() -> None:
     rank = cases.make_rank()
+    for i, region in enumerate(rank.regions):
+        if rank.schema.tensors[region.tensor_id].name in cases.VOLATILE:
+            rank.regions[i] = replace(region, chunk=1)
     _, host, copy = cases.on_host(rank)
     _, masker = made(rank)
-    gate = Gate(monkeypatch)
     rank.change(0.05, 1)
     copy.change(0.05, 1)
-    masked = masker.begin()
+    masked = masker.begin(late=(1,))
     rank.change(0.5, 2, cases.VOLATILE)  # finalize_model_grads of the next step, before the fence
-    gate.opened.set()
+    masker.start_rest()
+    masker.fence()
     cases.assert_equal_deltas(masked.encode("sparse", XXH3_128), host.begin().encode("sparse", XXH3_128))
     masker.close()
 
@@ -242,7 +257,7 @@ def test_a_copy_that_fails_fails_the_pass_and_leaves_the_snapshot_alone(monkeypa
     def failing(*args: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(CopiedMasker, "_read_chunk", failing)
+    monkeypatch.setattr(CopiedMasker, "_copy_down", failing)
     rank.change(0.3, 1)
     masked = masker.begin()
     masker.fence()
