@@ -24,7 +24,11 @@ _Config = TypeVar("_Config")
 
 
 class SnapshotPlace(Enum):
-    """Where an owner keeps the newest version's bytes."""
+    """Where an owner keeps the newest version's bytes.
+
+    ``device`` publishes soonest. ``host`` spares device memory: pinned, and read across PCIe by every mask pass, beside the next
+    step; where all CUDA streams share one hardware queue the weights come down whole instead (``trainer/copied_masker``).
+    """
 
     HOST = "host"
     DEVICE = "device"

@@ -66,7 +66,7 @@ def token_slowdown(results: Results) -> Measured:
     r, before = beside[0], alone[0]["p99_s"]
     said = (
         f"p99 of {len(beside)} tokens {r['p99_s'] * 1e3:.3f} ms, {before * 1e3:.3f} ms of {len(alone)} alone, by turns; decoder "
-        f"in a CUDA graph; {r['processes']} processes stage one version after the other, {r['stage_s']:.2f} s each; HBM added "
+        f"in a CUDA graph; worker processes: {r['processes']}, which stage one version after the other, {r['stage_s']:.2f} s each; HBM added "
         f"{r['hbm_nbytes'] / 1e6:.0f} MB"
     )
     return Measured(stat(beside[:1], lambda x: 100 * (x["p99_s"] / before - 1)), 0.0, r, said)
