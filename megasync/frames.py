@@ -15,7 +15,7 @@ import numpy as np
 
 from megasync.errors import FormatError
 from megasync.schema import Schema
-from megasync.tiles import strides
+from megasync.tiles import bounds_of, stretch_of, strides
 from megasync.types import SEGMENT_WORDS
 
 MAX_FRAMES = 1 << 24
@@ -121,18 +121,13 @@ class FrameTable:
     @cached_property
     def touched(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Frame number, tensor id and tile number of every touched tile of every frame, in order."""
-        frame = np.empty(int(self.tile_bounds[-1]), dtype=np.int64)
-        for first, last in strides(self.tile_bounds):
-            num = np.diff(self.tile_bounds[first : last + 1])
-            frame[self.tile_bounds[first] : self.tile_bounds[last]] = np.repeat(np.arange(first, last), num)
-        return (frame, *self.tiles)
+        return (stretch_of(self.tile_bounds), *self.tiles)
 
     @cached_property
     def tiles(self) -> tuple[np.ndarray, np.ndarray]:
         """Tensor id and tile number of every touched tile of every frame, in order: ``touched`` without the frames."""
         run_nbytes = (self.runs["num_tiles"].astype(np.int64) + 7) // 8
-        byte = np.concatenate(([0], np.cumsum(run_nbytes)))
-        tile = np.concatenate(([0], np.cumsum(self._num_touched)))
+        byte, tile = bounds_of(run_nbytes), bounds_of(self._num_touched)
         # Before the first bit of each run come so many others; its tiles are numbered from ``first_tile`` on.
         shift = self.runs["first_tile"].astype(np.int64) - 8 * byte[:-1]
         total = int(tile[-1])
@@ -147,27 +142,23 @@ class FrameTable:
     @cached_property
     def _num_touched(self) -> np.ndarray:
         """Touched tiles of each run, int64."""
-        stop = np.cumsum((self.runs["num_tiles"].astype(np.int64) + 7) // 8)
-        touched = np.concatenate(([0], np.cumsum(_BITS[self.bitmap], dtype=np.int64)))[np.append(0, stop)]
-        return np.diff(touched)
+        byte = bounds_of((self.runs["num_tiles"].astype(np.int64) + 7) // 8)
+        return np.diff(bounds_of(_BITS[self.bitmap])[byte])
 
     @cached_property
     def tile_bounds(self) -> np.ndarray:
         """Rows of ``touched`` by frame: frame ``i`` has those from ``[i]`` to ``[i + 1]``."""
-        tiles = np.concatenate(([0], np.cumsum(self._num_touched)))
-        runs = np.concatenate(([0], np.cumsum(self.columns["num_runs"], dtype=np.int64)))
-        return tiles[runs]
+        return bounds_of(self._num_touched)[bounds_of(self.columns["num_runs"])]
 
     @cached_property
     def plane_bounds(self) -> np.ndarray:
         """Rows of ``plane_nbytes`` by frame, as ``tile_bounds``."""
-        return np.concatenate(([0], np.cumsum(self.columns["num_planes"], dtype=np.int64)))
+        return bounds_of(self.columns["num_planes"])
 
     @cached_property
     def nbytes(self) -> np.ndarray:
         """Stored bytes of each frame, int64 ``[F]``."""
-        total = np.concatenate(([0], np.cumsum(self.plane_nbytes, dtype=np.int64)))
-        return np.diff(total[self.plane_bounds])
+        return np.diff(bounds_of(self.plane_nbytes)[self.plane_bounds])
 
     def record(self, i: int) -> FrameRecord:
         """Frame ``i``."""
@@ -331,7 +322,7 @@ def _check_bitmaps(table: FrameTable) -> None:
 
 def _check_frames(table: FrameTable, schema: Schema, payload_nbytes: Sequence[int]) -> None:
     """Order, layer, word size, length and place of every frame."""
-    frame = np.repeat(np.arange(len(table)), table.columns["num_runs"])
+    frame = stretch_of(bounds_of(table.columns["num_runs"]))
     ids = table.runs["tensor_id"]
     same = frame[1:] == frame[:-1]
     _require(not (same & (ids[1:] <= ids[:-1])).any(), "tensor ids of a frame do not ascend")
@@ -378,11 +369,11 @@ def _check_sizes(table: FrameTable, schema: Schema) -> None:
     words = schema.tile_words(*table.tiles)
     # Every frame has tiles, and those of a frame lie together: sums over stretches, since this is part of every update.
     first = table.tile_bounds[:-1]
-    weights = np.add.reduceat(words, first, dtype=np.int64) * table.columns["word_nbytes"]
+    # Cast before they are added, as in ``bounds_of``.
+    weights = np.add.reduceat(words.astype(np.int64), first) * table.columns["word_nbytes"]
     _require(bool((weights <= MAX_FRAME_NBYTES).all()), f"a frame has more than {MAX_FRAME_NBYTES} bytes of weights")
     # No codec stores more than the mask and one u32 a segment or block.
-    segments = np.add.reduceat(
-        (words >> np.uint32(_SEGMENT_SHIFT)) + (words % SEGMENT_WORDS > 0), first, dtype=np.int64
-    )
+    in_tiles = (words >> np.uint32(_SEGMENT_SHIFT)) + (words % SEGMENT_WORDS > 0)
+    segments = np.add.reduceat(in_tiles.astype(np.int64), first)
     most = weights + 4 * segments
     _require(bool((table.nbytes <= most).all()), "a frame stores more than its whole mask")

@@ -204,7 +204,7 @@ def state_table_key(run: str, digest: bytes) -> str:
 
 def root_of(states: np.ndarray) -> bytes:
     """Root of a table of state digests (uint8 ``[num_tensors, 16]``, id order)."""
-    return content_digest(np.ascontiguousarray(states).tobytes(), XXH3_128)
+    return content_digest(np.ascontiguousarray(states).reshape(-1).view(np.uint8).data, XXH3_128)
 
 
 def decode_manifest(

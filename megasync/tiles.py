@@ -301,6 +301,28 @@ def make_grid(shape: Sequence[int], word_nbytes: int, cut: CutAxis = "row", bloc
     return TileGrid(tuple(extents), tuple(AxisCut(e, b, s) for e, b, s in zip(extents, bands, size, strict=True)))
 
 
+def bounds_of(sizes: np.ndarray) -> np.ndarray:
+    """Where stretches of so many elements begin, and the end of the last: int64 ``[n + 1]``.
+
+    Cast first: numpy keeps the interpreter for as long as it adds what it casts by itself, and gives it up where it need not.
+    """
+    out = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes.astype(np.int64), out=out[1:])
+    return out
+
+
+def stretch_of(bounds: np.ndarray) -> np.ndarray:
+    """Number of the stretch that each element lies in, int64.
+
+    Args:
+        bounds: As for ``strides``, from 0.
+    """
+    out = np.empty(int(bounds[-1]), dtype=np.int64)
+    for first, last in strides(bounds):
+        out[bounds[first] : bounds[last]] = np.repeat(np.arange(first, last), np.diff(bounds[first : last + 1]))
+    return out
+
+
 def strides(bounds: np.ndarray, most: int = 1 << 15) -> Iterator[tuple[int, int]]:
     """Cut what lies in stretches in runs of whole ones.
 

@@ -21,6 +21,7 @@ from megasync.frames import FrameRecord
 from megasync.manifest import Manifest
 from megasync.receiver.backend import FetchedFrame
 from megasync.schema import Schema
+from megasync.tiles import bounds_of
 from megasync.versions.publication import PublicationReader, check_frame
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def plan_ranges(manifest: Manifest, frames: np.ndarray, scale: int = 1) -> list[
     order = np.lexsort((offset, payload))
     numbers, payload, start = frames[order], payload[order], offset[order]
     stop = start + table.nbytes[numbers]
-    words = np.concatenate(([0], np.cumsum(table.columns["num_changed"][numbers], dtype=np.int64)))
+    words = bounds_of(table.columns["num_changed"][numbers])
     gap = start[1:] - stop[:-1]
     far = (payload[1:] != payload[:-1]) | (gap < 0) | (gap > GAP_NBYTES)
     out: list[Range] = []

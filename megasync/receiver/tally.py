@@ -18,6 +18,12 @@ from megasync.receiver.sums import Sums
 from megasync.receiver.votes import vote
 from megasync.schema import names_of
 
+_ROWS = 1 << 15
+"""Tensors whose sums go to the other ranks at once: to pack those of 100,000 would keep the interpreter from an engine that
+decodes in this process for longer than a token may wait."""
+
+_NOTHING = memoryview(b"")
+
 
 class _Count(msgspec.Struct, array_like=True, frozen=True):
     primaries: memoryview
@@ -47,14 +53,27 @@ def tally(
     with vote(binding.engine, what) as ballot:
         columns = [Sums.join(c) for c in body()]
         mine = np.stack([c.over(ids) for c in columns])
-        ballot.data = msgspec.msgpack.encode(_count(binding, ids, columns, mine))
-    counts = [msgspec.msgpack.decode(d, type=_Count) for d in ballot.result]
-    per_rank = [np.frombuffer(c.primaries, "<u8").reshape(mine.shape) for c in counts]
+        ballot.data = msgspec.msgpack.encode(_count(binding, ids, columns, mine[:, :_ROWS]))
+    counts = _counts(ballot.result)
     _compare(binding, what, counts)
     total = np.zeros(mine.shape, dtype=np.uint64)
-    for one in per_rank:
-        total += one
+    _add(total[:, :_ROWS], counts)
+    for first in range(_ROWS, len(ids), _ROWS):
+        with vote(binding.engine, what) as ballot:
+            some = np.ascontiguousarray(mine[:, first : first + _ROWS])
+            ballot.data = msgspec.msgpack.encode(_Count(_view(some.astype("<u8", copy=False)), _NOTHING, _NOTHING))
+        _add(total[:, first : first + _ROWS], _counts(ballot.result))
     return list(total)
+
+
+def _counts(ballots: Sequence[memoryview]) -> list[_Count]:
+    return [msgspec.msgpack.decode(b, type=_Count) for b in ballots]
+
+
+def _add(total: np.ndarray, counts: Sequence[_Count]) -> None:
+    """Add every rank's sums of some tensors to ``total``, uint64 ``[columns, n, 2]``."""
+    for c in counts:
+        total += np.frombuffer(c.primaries, "<u8").reshape(total.shape)
 
 
 def _count(binding: Binding, ids: np.ndarray, columns: Sequence[Sums], mine: np.ndarray) -> _Count:

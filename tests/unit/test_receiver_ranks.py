@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from megasync.errors import (
 from megasync.layout.compose import arrange
 from megasync.layout.modes import Layout
 from megasync.layout.named import column_parallel, fused_qkv
+from megasync.receiver import tally
 from megasync.receiver.applier import Applier
 from megasync.receiver.votes import vote
 from megasync.sinks.memory import MemorySink
@@ -112,6 +114,31 @@ def test_tensor_parallel_ranks_add_up_to_whole_tensors() -> None:
         world.check(world.words)
     assert "vote of 4 ranks" in results[0].proofs  # type: ignore[attr-defined]
     assert len(world.appliers[0]._session.binding.mirrors) == 3 + 2 * 2  # norms, and k and v held twice
+
+
+def test_sums_of_many_tensors_go_to_the_other_ranks_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tally, "_ROWS", 2)
+    sizes: list[int] = []
+    encode = msgspec.msgpack.encode
+
+    def noted(x: object) -> bytes:
+        if isinstance(x, tally._Count):
+            sizes.append(len(x.primaries))
+        return encode(x)
+
+    monkeypatch.setattr(tally.msgspec.msgpack, "encode", noted)
+    world = World(4)
+    world.join()
+    assert len(SPECS) == 5
+    assert max(sizes) == 2 * 16  # one column of sums: the audit of a join
+    for v in (1, 2):
+        world.publish(0.05, seed=v)
+        assert [r.version for r in world.update()] == [v] * 4  # type: ignore[attr-defined]
+        world.check(world.words)
+    assert max(sizes) == 2 * 2 * 16
+    world.engines[2].live["norm"][7] ^= 4
+    world.publish(0.9, seed=5)
+    assert all(isinstance(found, ReplicaDriftError) for found in world.update())
 
 
 def test_case_79_drifted_replica_is_named_before_any_write() -> None:

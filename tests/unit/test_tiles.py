@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.tiles import MAX_TILE_WORDS, make_grid, spread, strides
+from megasync.tiles import MAX_TILE_WORDS, bounds_of, make_grid, spread, stretch_of, strides
 from megasync.types import Box
 
 
@@ -134,3 +134,17 @@ def test_strides_are_whole_stretches_and_all_of_them(sizes: list[int], most: int
     assert [a for a, _ in found] == [0, *(b for _, b in found)][: len(found)]
     assert (found[-1][1] if found else 0) == len(sizes)
     assert all(b - a == 1 or bounds[b] - bounds[a] <= most for a, b in found)
+
+
+@given(st.lists(st.integers(0, 7), max_size=60), st.sampled_from([np.uint8, np.uint32, np.int64]))
+def test_bounds_and_stretches_are_those_of_repeat(sizes: list[int], dtype: type) -> None:
+    num = np.array(sizes, dtype=dtype)
+    bounds = bounds_of(num)
+    assert bounds.dtype == np.int64
+    assert bounds.tolist() == [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
+    assert stretch_of(bounds).tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
+
+
+def test_bounds_of_narrow_numbers_do_not_wrap() -> None:
+    assert bounds_of(np.full(3, 255, np.uint8)).tolist() == [0, 255, 510, 765]
+    assert bounds_of(np.full(2, 2**32 - 1, np.uint32))[-1] == 2 * (2**32 - 1)
