@@ -153,11 +153,11 @@ class Launches:
 
     def _settle(self, pending: deque[_Pending]) -> CompactPart:
         """Read the sizes of the oldest queued span and give its part; do it again where its room was too small."""
-        if pending[0].done is None:
-            mark = self._mark()
+        one = pending.popleft()  # first: what fails below fails for this span alone, and the next one comes after it
+        if one.done is None:
+            one.done = self._mark()
             for queued in pending:
-                queued.done = mark
-        one = pending.popleft()
+                queued.done = one.done
         job, span = self._spans[one.number]
         plan = self._jobs[job][0]
         w = plan.word_nbytes

@@ -53,14 +53,19 @@ class CopiedPass(SidePass):
             if self.error is not None:
                 raise self.error
             self._delta.set_result(encode(self.frames, codec, algorithm))
-            self.frames = []
         except BaseException as e:
             self._delta.set_exception(e)
+
+    @property
+    def encoded(self) -> bool:
+        """Whether there are frames in wire form."""
+        return self._delta.done() and self._delta.exception() is None
 
     def entries(self) -> Iterator[Entries]:
         """See ``Masked.entries``."""
         if self._delta.exception() is None:
             yield from entries_of(self._schema, self._delta.result())
+            return
         for frame in self.frames:
             yield frame.entries
 
@@ -148,10 +153,10 @@ class CopiedMasker(SideMasker[CopiedPass]):
                 start.hold()
                 masked.begun = masked.begun or Mark(self._device)
                 self._copy_down(chunk)
-            except BaseException as e:
+                masked.read = Mark(self._device)
+            except Exception as e:  # of this rank alone: the others go on, and learn it from the pass
                 masked.error = masked.error or e
                 log.exception("megasync: copying model chunk %d failed", chunk)
-            masked.read = Mark(self._device)
         masked.num_uncopied -= 1
         if masked.num_uncopied <= 0:
             masked.issue()
@@ -183,9 +188,16 @@ class CopiedMasker(SideMasker[CopiedPass]):
         self._landing_free.set()
         self._encoder.submit(self._encode, masked)
 
+    def _give_up(self, masked: CopiedPass) -> None:
+        if masked.lands:
+            self._side.synchronize()
+            self._landing_free.set()
+
     def _encode(self, masked: CopiedPass) -> None:
         with self._telemetry.span("codec"):
             masked.encode_with(self._codec, self._algorithm)
+        if masked.encoded:
+            masked.frames = []  # nobody needs them to undo it
 
 
 def _bytes_of(words: torch.Tensor) -> torch.Tensor:
@@ -199,12 +211,18 @@ def _add(runs: list[_Run], run: _Run) -> None:
     """Append, or make the last one longer where the bytes follow it on both sides."""
     last = runs[-1] if runs else run
     n, live, landed = last.live.numel(), last.live, last.landed
-    same = live.untyped_storage().data_ptr() == run.live.untyped_storage().data_ptr()
+    # Two storages may be views of one memory, of several lengths: both must be one and the same.
+    same = _memory_of(live) == _memory_of(run.live)
     follows = run.live.storage_offset() == live.storage_offset() + n
     if runs and same and follows and run.landed.storage_offset() == landed.storage_offset() + n:
         run = _Run(_longer(live, run.live.numel()), _longer(landed, run.landed.numel()))
         runs.pop()
     runs.append(run)
+
+
+def _memory_of(view: torch.Tensor) -> tuple[int, int]:
+    storage = view.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _longer(view: torch.Tensor, nbytes: int) -> torch.Tensor:

@@ -126,16 +126,16 @@ def plan_memory(
     ]
     if anchor:
         rows.append(MemoryRow("version 0", "encoded full bytes, one frame", owned + frame, 0, "start"))
+    flights = config.in_flight_limit * (changed * _ENTRY_NBYTES + values)
     if on_device and not in_hbm and one_queue():
         work = copied_work_nbytes(regions, device)
         rows.append(MemoryRow("mask", "weights copied down, pinned; those packed before", owned, work, "always"))
-        rows.append(MemoryRow("mask", f"changed words at {PLANNED_DENSITY:.0%}", changed * _ENTRY_NBYTES, 0, "running"))
+        rows.append(MemoryRow("mask", f"changed words at {PLANNED_DENSITY:.0%}", flights, 0, "running"))
     elif on_device:
         landing = NUM_LANDINGS * landing_nbytes(owned)
         work = device_work_nbytes(regions, device, owned, staged=not in_hbm)
         rows.append(MemoryRow("mask", "landing arenas, pinned; tables, scratches and slots", landing, work, "always"))
     else:
-        flights = config.in_flight_limit * (changed * _ENTRY_NBYTES + values)
         rows.append(MemoryRow("mask", f"changed words at {PLANNED_DENSITY:.0%}", flights, 0, "running"))
     encoded = config.in_flight_limit * (2 * changed + values)
     rows.append(MemoryRow("in flight", f"encoded deltas at {PLANNED_DENSITY:.0%}", encoded, 0, "running"))

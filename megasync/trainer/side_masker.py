@@ -136,12 +136,23 @@ class SideMasker(Masker, Generic[P]):
             self._times.append(("held", before, Mark(self._device)))
         self._running = masked
         start = Mark(self._device)
-        if not self._chunks:
-            self._begin_chunk(masked, _NO_CHUNK, start)
-        for chunk in self._chunks:
-            if chunk not in masked.waiting:
-                self._begin_chunk(masked, chunk, start)
+        chunks = [c for c in self._chunks if c not in masked.waiting] if self._chunks else [_NO_CHUNK]
+        for chunk in chunks:
+            self._begin_now(masked, chunk, start)
         return masked
+
+    def _begin_now(self, masked: P, chunk: int, start: Mark) -> None:
+        """Begin a chunk; a pass that is interrupted there ends, so that neither the fence nor closing waits for it."""
+        try:
+            self._begin_chunk(masked, chunk, start)
+        except BaseException as e:
+            masked.waiting.clear()
+            masked.fail(e)
+            self._give_up(masked)
+            raise
+
+    def _give_up(self, masked: P) -> None:
+        """A pass was interrupted before all of its chunks had begun: nobody finishes it."""
 
     def _begin_chunk(self, masked: P, chunk: int, start: Mark) -> None:
         """A chunk's weights are current from ``start`` on; on the trainer's thread."""
@@ -154,7 +165,7 @@ class SideMasker(Masker, Generic[P]):
             return
         masked.waiting.remove(chunk)
         if chunk in self._chunks:
-            self._begin_chunk(masked, chunk, Mark(self._device))
+            self._begin_now(masked, chunk, Mark(self._device))
 
     def start_rest(self) -> None:
         """See ``Masker.start_rest``."""

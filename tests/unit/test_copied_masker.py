@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from megasync.trainer.copied_masker import CopiedMasker
 from megasync.trainer.device_snapshot import DeviceSnapshot
 from megasync.trainer.device_stream import Mark
 from megasync.trainer.memory_plan import plan_memory
+from megasync.versions.encode import EncodedDelta
 from tests.gpu import trainer_cases as cases
 
 HOST = SnapshotPlace.HOST
@@ -265,6 +267,82 @@ def test_a_copy_that_fails_fails_the_pass_and_leaves_the_snapshot_alone(monkeypa
         masked.encode("sparse", XXH3_128)
     assert list(masked.entries()) == []
     cases.assert_same_bytes(cases.copies_of(snapshot), before)
+    masker.close()
+
+
+def test_an_undo_between_the_frames_and_their_encoding_takes_every_word_once() -> None:
+    rank = cases.make_rank()
+    snapshot, masker = made(rank)
+    before = cases.copies_of(snapshot)
+    undone = threading.Event()
+
+    class Slow(Future[EncodedDelta]):
+        def set_result(self, result: EncodedDelta) -> None:
+            super().set_result(result)
+            undone.wait(5)  # the encoder's thread goes no further for now
+
+    masked = masker._new_pass(())
+    masked._delta = Slow()
+    masker._new_pass = lambda late: masked  # type: ignore[method-assign]
+    rank.change(0.01, 1)
+    masker.undo([masker.begin()])
+    undone.set()
+    cases.assert_same_bytes(cases.copies_of(snapshot), before)
+    masker.close()
+
+
+@pytest.mark.parametrize("where", ["wait", "copy"])
+def test_an_interrupt_in_a_step_end_goes_through_and_leaves_nothing_that_waits(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = cases.make_rank()
+    snapshot, masker = made(rank)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if where == "wait":
+            patch.setattr(masker._landing_free, "wait", interrupted)
+        else:
+            patch.setattr(CopiedMasker, "_copy_down", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            masker.begin()
+    masker.fence()
+    rank.change(0.01, 1)
+    masker.begin().encode("sparse", XXH3_128)
+    cases.assert_snapshot_is_live(snapshot)
+    masker.close()
+
+
+def test_a_mark_that_cannot_be_made_fails_the_pass_not_the_step_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = cases.make_rank()
+    _, masker = made(rank)
+    real, marks = Mark, [0]
+
+    def failing(device: torch.device) -> Mark:
+        marks[0] += 1
+        if marks[0] == 2:
+            raise RuntimeError("event: illegal memory access")
+        return real(device)
+
+    monkeypatch.setattr(copied_masker, "Mark", failing)
+    masked = masker.begin()
+    masker.fence()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        masked.encode("sparse", XXH3_128)
+    masker.close()
+
+
+def test_two_storages_over_one_memory_are_copied_each() -> None:
+    memory = bytearray(64 << 10)
+    short = torch.frombuffer(memory, dtype=torch.float32, count=1024)
+    long = torch.frombuffer(memory, dtype=torch.float32, count=2048)[1024:]
+    rank = cases.whole_rank({"a": short, "b": long})
+    snapshot, masker = made(rank)
+    rank.change(0.1, 1)
+    masker.begin().encode("sparse", XXH3_128)
+    cases.assert_snapshot_is_live(snapshot)
     masker.close()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megasync.kernels.compact import STAGED_SPAN_NBYTES, compact_, compact_jobs_, staged_span_nbytes
 from megasync.kernels.compact_feed import _pack
+from megasync.kernels.compact_launch import Launches, _Pending
 from megasync.kernels.compact_plan import plan_compact
 from megasync.kernels.compact_runs import PIECE_VECTORS, Region, in_order, runs_of
 from megasync.kernels.planes import WORD_DTYPES, segments_of
@@ -152,3 +153,24 @@ def test_what_does_not_fit_is_refused() -> None:
         compact_(plan, torch.zeros(64, dtype=torch.uint8), lanes[:, :2])
     with pytest.raises(ValueError, match="at least 2"):
         compact_(plan, torch.zeros(64, dtype=torch.uint8), lanes, num_slots=1)
+
+
+def test_a_device_that_fails_between_two_marks_ends_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans share marks; where the next mark cannot be made any more, no span is tried for ever."""
+    case = compact_cases.compact_case(2, 0.01, seed=3)
+    spans = case.plan.spans(100_000)
+    assert len(spans) > 3
+    lanes = torch.zeros((len(case.shapes), 4), dtype=torch.int64)
+    launches = Launches([(case.plan, lanes)], case.snapshot, [(0, s) for s in spans], 0, None)
+    none = torch.empty(0, dtype=torch.uint8)
+    marks: list[int] = []
+
+    def mark() -> None:
+        marks.append(1)
+        raise RuntimeError("event: illegal memory access")
+
+    monkeypatch.setattr(launches, "_launch", lambda number, room: _Pending(number, room, none, none))
+    monkeypatch.setattr(launches, "_mark", mark)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        list(launches.parts())
+    assert len(marks) == len(spans)
