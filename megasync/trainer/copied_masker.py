@@ -22,10 +22,11 @@ import torch
 from megasync.schema import Schema
 from megasync.telemetry import Telemetry
 from megasync.trainer.device_arena import host_arena
-from megasync.trainer.device_plan import VolatileCopy, buffered, packed
+from megasync.trainer.device_plan import LANDING_ALIGN, VolatileCopy, buffered, landed_nbytes, landing_spans
 from megasync.trainer.device_stream import Mark
 from megasync.trainer.mask import mask_regions
 from megasync.trainer.masker import Masked
+from megasync.trainer.regions import Region
 from megasync.trainer.side_masker import SideMasker, SidePass
 from megasync.trainer.snapshot import SAME_SIZE, Snapshot
 from megasync.types import Entries
@@ -90,7 +91,8 @@ class CopiedMasker(SideMasker[CopiedPass]):
         telemetry: As of ``SideMasker``, and ``landing`` (host, waiting for copies), ``compare`` and ``codec`` (host).
         num_threads: Threads that compare.
 
-    *Memory*: pinned, as much as the snapshot; on the device copies of volatile and of strided weights. *Stream*: copies are
+    *Memory*: pinned, as much as the snapshot and at most as much again for what lies between; on the device copies of volatile
+    weights and of those that take up less than half of what they are spread over. *Stream*: copies are
     queued when a chunk begins, on the trainer's thread; ``begin`` first waits on the host until the pass before it was compared,
     so steps that are shorter than comparing takes are held up.
     """
@@ -107,20 +109,30 @@ class CopiedMasker(SideMasker[CopiedPass]):
         num_threads: int = 4,
     ) -> None:
         self._snapshot, self._codec, self._algorithm = snapshot, codec, algorithm
-        arena = host_arena(snapshot.nbytes, device)
         copies: list[VolatileCopy] = []
         self._packs: dict[int, list[VolatileCopy]] = defaultdict(list)
         self._runs: dict[int, list[_Run]] = defaultdict(list)
-        regions = []
-        for region, offset in zip(snapshot.regions, snapshot.offsets.tolist(), strict=True):
-            live = region.data.detach().view(SAME_SIZE[region.data.element_size()])
-            if packed(region, device):
-                into = copies if buffered(region, device) else self._packs[region.chunk]
-                into.append(VolatileCopy(live, torch.empty(live.shape, dtype=live.dtype, device=device)))
-                live = into[-1].buffer
-            landed = arena[offset : offset + live.nbytes]
-            _add(self._runs[region.chunk], _Run(_bytes_of(live), landed))
-            regions.append(replace(region, data=landed.view(live.dtype).view(live.shape)))
+        spans = landing_spans(snapshot.regions, device)
+        arena = host_arena(landed_nbytes(spans), device)
+        landed = {
+            i: torch.empty(r.data.shape, dtype=_bits(r)) for i, r in enumerate(snapshot.regions) if not r.data.numel()
+        }
+        at = 0
+        for span in spans:
+            # Where it lies modulo 64, so that words stay aligned.
+            at = -(-at // LANDING_ALIGN) * LANDING_ALIGN + span.begin % LANDING_ALIGN
+            for i in span.regions:
+                region = snapshot.regions[i]
+                live = region.data.detach().view(_bits(region))
+                if span.packed:
+                    into = copies if buffered(region, device) else self._packs[span.chunk]
+                    into.append(VolatileCopy(live, torch.empty(live.shape, dtype=live.dtype, device=device)))
+                    live = into[-1].buffer
+                start = at - span.begin + int(live.storage_offset()) * live.element_size()
+                landed[i] = _lying(arena, start, live)
+            self._runs[span.chunk].append(_Run(_stretch(live, span.begin, span.nbytes), arena[at : at + span.nbytes]))
+            at += span.nbytes
+        regions = [replace(region, data=landed[i]) for i, region in enumerate(snapshot.regions)]
         # The same words kept, beside live ones that the CPU can read.
         self._landed = Snapshot(schema, regions, lambda nbytes: snapshot.arena)
         self._landing_free = Event()
@@ -200,30 +212,16 @@ class CopiedMasker(SideMasker[CopiedPass]):
             masked.frames = []  # nobody needs them to undo it
 
 
-def _bytes_of(words: torch.Tensor) -> torch.Tensor:
-    """The bytes of contiguous words, as a view of their storage."""
-    at = words.storage_offset() * words.element_size()
-    out = torch.empty(0, dtype=torch.uint8, device=words.device)
-    return out.set_(words.untyped_storage(), at, (words.nbytes,), (1,))
+def _bits(region: Region) -> torch.dtype:
+    return SAME_SIZE[region.data.element_size()]
 
 
-def _add(runs: list[_Run], run: _Run) -> None:
-    """Append, or make the last one longer where the bytes follow it on both sides."""
-    last = runs[-1] if runs else run
-    n, live, landed = last.live.numel(), last.live, last.landed
-    # Two storages may be views of one memory, of several lengths: both must be one and the same.
-    same = _memory_of(live) == _memory_of(run.live)
-    follows = run.live.storage_offset() == live.storage_offset() + n
-    if runs and same and follows and run.landed.storage_offset() == landed.storage_offset() + n:
-        run = _Run(_longer(live, run.live.numel()), _longer(landed, run.landed.numel()))
-        runs.pop()
-    runs.append(run)
+def _stretch(words: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
+    """Bytes of the storage of ``words``, as a view."""
+    return torch.empty(0, dtype=torch.uint8, device=words.device).set_(words.untyped_storage(), begin, (nbytes,), (1,))
 
 
-def _memory_of(view: torch.Tensor) -> tuple[int, int]:
-    storage = view.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
-
-
-def _longer(view: torch.Tensor, nbytes: int) -> torch.Tensor:
-    return view.as_strided((view.numel() + nbytes,), (1,))
+def _lying(arena: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
+    """A view of the arena (uint8, from the beginning of its storage) from byte ``at`` on, as ``like`` lies in its own."""
+    out = torch.empty(0, dtype=like.dtype)
+    return out.set_(arena.untyped_storage(), at // like.element_size(), like.shape, like.stride())

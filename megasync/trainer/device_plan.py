@@ -7,7 +7,7 @@ afterwards, so a captured graph stays valid. Must not import receiver or an adap
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ LANDING_RATIO = 1 / 16
 """Size of a landing arena over owned bytes; a denser pass goes on into ordinary memory."""
 
 MIN_LANDING_NBYTES = 1 << 20
+LANDING_ALIGN = 64
 NUM_STAGING_SLOTS = 3
 """One is compared, one waits, one fills: the copy goes on while the mask's thread waits for its turn."""
 
@@ -76,9 +77,80 @@ def buffered(region: Region, device: torch.device) -> bool:
     return region.volatile or region.data.device != device
 
 
-def packed(region: Region, device: torch.device) -> bool:
-    """Whether a region is brought together on the device before copy engines take it down."""
-    return buffered(region, device) or not region.data.is_contiguous()
+@dataclass(frozen=True)
+class LandingSpan:
+    """Bytes that come down together for a pass without kernels (``copied_masker``).
+
+    Attributes:
+        chunk: Model chunk.
+        begin: First byte in the storage of the regions, or 0 where they are packed.
+        end: The byte after the last.
+        regions: Numbers of the regions that lie in it.
+        packed: A single region that is brought together on the device before: it is volatile, not on the device, or takes up
+            less than half of the bytes that it is spread over.
+    """
+
+    chunk: int
+    begin: int
+    end: int
+    regions: tuple[int, ...]
+    packed: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that come down."""
+        return self.end - self.begin
+
+
+def landing_spans(regions: Sequence[Region], device: torch.device) -> list[LandingSpan]:
+    """What comes down for a pass without kernels: regions as they lie, with what lies between them, or packed.
+
+    Tiles of a weight may be bands of its columns: together they are the weight, and come down as it lies.
+
+    Args:
+        regions: Owned regions; those without a word are left out.
+        device: Where the live weights are.
+    """
+    out: list[LandingSpan] = []
+    lying: dict[tuple[int, int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for i, region in enumerate(regions):
+        t = region.data
+        if not t.numel():
+            continue
+        if buffered(region, device):
+            out.append(LandingSpan(region.chunk, 0, t.nbytes, (i,), True))
+            continue
+        begin = int(t.storage_offset()) * t.element_size()
+        last = sum((n - 1) * int(step) for n, step in zip(t.shape, t.stride(), strict=True))
+        storage = t.untyped_storage()
+        key = region.chunk, storage.data_ptr(), storage.nbytes()
+        lying[key].append((begin, begin + (last + 1) * t.element_size(), i))
+    for (chunk, _, _), found in lying.items():
+        for group in _touching(sorted(found)):
+            begin, end = group[0][0], max(stop for _, stop, _ in group)
+            numbers = tuple(i for _, _, i in group)
+            if 2 * sum(regions[i].data.nbytes for i in numbers) >= end - begin:
+                out.append(LandingSpan(chunk, begin, end, numbers, False))
+                continue
+            for low, high, i in group:
+                nbytes = regions[i].data.nbytes
+                tight = high - low == nbytes
+                out.append(LandingSpan(chunk, low if tight else 0, high if tight else nbytes, (i,), not tight))
+    return out
+
+
+def _touching(found: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Groups of stretches (first byte, end, number; ascending) that overlap or follow each other."""
+    group: list[tuple[int, int, int]] = []
+    reach = 0
+    for one in found:
+        if group and one[0] > reach:
+            yield group
+            group = []
+        group.append(one)
+        reach = max(reach, one[1]) if len(group) > 1 else one[1]
+    if group:
+        yield group
 
 
 def plan_compactions(
@@ -141,14 +213,20 @@ def landing_nbytes(owned_nbytes: int) -> int:
     return int(owned_nbytes * LANDING_RATIO) + 4 * (owned_nbytes // SEGMENT_WORDS) + MIN_LANDING_NBYTES
 
 
-def copied_work_nbytes(regions: Iterable[Region], device: torch.device) -> int:
-    """Device memory that passes without kernels need (``copied_masker``), for the memory plan.
+def copied_nbytes(regions: Sequence[Region], device: torch.device) -> tuple[int, int]:
+    """Pinned and device memory that passes without kernels need (``copied_masker``), for the memory plan.
 
     Args:
         regions: Owned regions.
         device: Where the live weights are.
     """
-    return sum(r.box.num_words * r.data.element_size() for r in regions if packed(r, device))
+    spans = landing_spans(regions, device)
+    return landed_nbytes(spans), sum(s.nbytes for s in spans if s.packed)
+
+
+def landed_nbytes(spans: Iterable[LandingSpan]) -> int:
+    """Size of the arena that spans come down to, with room to keep each at its place modulo ``LANDING_ALIGN``."""
+    return sum((-(-s.nbytes // LANDING_ALIGN) + 2) * LANDING_ALIGN for s in spans)
 
 
 def device_work_nbytes(regions: Iterable[Region], device: torch.device, owned_nbytes: int, *, staged: bool) -> int:

@@ -21,7 +21,7 @@ from megasync.errors import MemoryPlanError
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema
 from megasync.trainer.agree import all_gather_bytes, rank_of
-from megasync.trainer.device_plan import NUM_LANDINGS, copied_work_nbytes, device_work_nbytes, landing_nbytes
+from megasync.trainer.device_plan import NUM_LANDINGS, copied_nbytes, device_work_nbytes, landing_nbytes
 from megasync.trainer.device_snapshot import one_queue
 from megasync.trainer.gather import CHUNK_NBYTES
 from megasync.trainer.memory_room import device_name, device_room, host_name, host_room
@@ -128,8 +128,8 @@ def plan_memory(
         rows.append(MemoryRow("version 0", "encoded full bytes, one frame", owned + frame, 0, "start"))
     flights = config.in_flight_limit * (changed * _ENTRY_NBYTES + values)
     if on_device and not in_hbm and one_queue():
-        work = copied_work_nbytes(regions, device)
-        rows.append(MemoryRow("mask", "weights copied down, pinned; those packed before", owned, work, "always"))
+        landed, work = copied_nbytes(regions, device)
+        rows.append(MemoryRow("mask", "weights copied down, pinned; those packed before", landed, work, "always"))
         rows.append(MemoryRow("mask", f"changed words at {PLANNED_DENSITY:.0%}", flights, 0, "running"))
     elif on_device:
         landing = NUM_LANDINGS * landing_nbytes(owned)
