@@ -1,8 +1,8 @@
 """The mask stage as the callback sees it: one pass a publication, on the CPU at once or on a device behind the next step.
 
 Fourth stop of the flow (plan -> snapshot -> mask -> encode -> gather -> publish). ``HostMasker`` is ``mask.py``;
-``DeviceMasker`` (device_masker.py) runs the kernels. Both give the same frames, bytes and digest sums. Must not import
-receiver or an adapter.
+``DeviceMasker`` (device_masker.py) runs the kernels, ``CopiedMasker`` (copied_masker.py) brings weights to the CPU path. All give
+the same frames, bytes and digest sums. Must not import receiver or an adapter.
 """
 
 from __future__ import annotations
