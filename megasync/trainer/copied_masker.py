@@ -88,13 +88,14 @@ class CopiedMasker(SideMasker[CopiedPass]):
         device: Where the live weights are.
         codec: Codec name or ``auto``.
         algorithm: Digest algorithm of the format.
-        telemetry: As of ``SideMasker``, and ``landing`` (host, waiting for copies), ``compare`` and ``codec`` (host).
+        telemetry: As of ``SideMasker``, and on the host ``compare_wait`` (the trainer, for the pass before), ``landing`` (waiting for
+            copies), ``compare`` and ``codec``.
         num_threads: Threads that compare.
 
     *Memory*: pinned, as much as the snapshot and at most as much again for what lies between; on the device copies of volatile
-    weights and of those that take up less than half of what they are spread over. *Stream*: copies are
-    queued when a chunk begins, on the trainer's thread; ``begin`` first waits on the host until the pass before it was compared,
-    so steps that are shorter than comparing takes are held up.
+    weights and of those that take up less than half of what they are spread over. *Stream*: copies are queued when a chunk begins,
+    on the trainer's thread; ``begin`` first waits on the host until the pass before it was compared, so that steps that are
+    shorter than comparing takes are held up.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class CopiedMasker(SideMasker[CopiedPass]):
         self._packs: dict[int, list[VolatileCopy]] = defaultdict(list)
         self._runs: dict[int, list[_Run]] = defaultdict(list)
         spans = landing_spans(snapshot.regions, device)
-        arena = host_arena(landed_nbytes(spans), device)
+        self._arena = arena = host_arena(landed_nbytes(spans), device)  # pinned as long as it is held here
         landed = {
             i: torch.empty(r.data.shape, dtype=_bits(r)) for i, r in enumerate(snapshot.regions) if not r.data.numel()
         }
@@ -157,7 +158,8 @@ class CopiedMasker(SideMasker[CopiedPass]):
     def _begin_chunk(self, masked: CopiedPass, chunk: int, start: Mark) -> None:
         """Queues the chunk's copies at once: what the trainer launches next would stand before them in the one queue."""
         if not masked.lands:
-            self._landing_free.wait()  # until the pass before is compared
+            with self._telemetry.span("compare_wait"):
+                self._landing_free.wait()  # until the pass before is compared
             self._landing_free.clear()
             masked.lands = True
         with self._side.current():
