@@ -11,18 +11,21 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-cpu=1 gpu=auto only=''
+cpu=1 gpu=auto only='' asked=''
 while [ $# -gt 0 ]; do
   case $1 in
-    --cpu) gpu=0 ;;
-    --gpu) cpu=0 gpu=1 ;;
-    --report) cpu=0 gpu=0 ;;
+    --cpu | --gpu | --report) asked="$asked $1" ;;
     --only) only="$only ${2:?--only wants the NAME of launch/bench/bench_NAME.py}"; shift ;;
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' launch/bench.sh; exit 0 ;;
     *) echo "bench: unknown option $1; bash launch/bench.sh --help" >&2; exit 2 ;;
   esac
   shift
 done
+if [ -n "$asked" ]; then
+  cpu=0 gpu=0
+  case $asked in *--cpu*) cpu=1 ;; esac
+  case $asked in *--gpu*) gpu=1 ;; esac
+fi
 for name in $only; do
   [ -f "launch/bench/bench_$name.py" ] || { echo "bench: there is no launch/bench/bench_$name.py" >&2; exit 2; }
 done
@@ -40,13 +43,14 @@ elif [ "$gpu" = 1 ] && ! cuda; then
   exit 2
 fi
 
-failed=''
+failed='' ran=0
 # bench NAME [arguments]: one benchmark, if it exists and was asked for.
 bench() {
   local name=$1 at=$SECONDS
   shift
   [ -f "launch/bench/bench_$name.py" ] || return 0
   case " ${only:-$name} " in *" $name "*) ;; *) return 0 ;; esac
+  ran=1
   echo "bench: $name $*"
   if "$PYTHON" -m "launch.bench.bench_$name" "$@"; then
     echo "bench: $name took $((SECONDS - at)) s"
@@ -73,6 +77,10 @@ if [ "$gpu" = 1 ]; then
   CUDA_DEVICE_MAX_CONNECTIONS=1 bench trainer out=launch/bench/results/trainer-gpu-connections1.jsonl
 fi
 
+if [ -n "$only" ] && [ "$ran" = 0 ]; then
+  echo "bench: none of$only was run: they need what --cpu, --gpu or this machine leaves out" >&2
+  exit 2
+fi
 "$PYTHON" -m launch.bench.report
 if [ -n "$failed" ]; then
   echo "bench: failed:$failed" >&2

@@ -168,5 +168,11 @@ def _where(results: Results) -> str:
     for name, rows in results.files.items():
         r = rows[0]
         versions = ", ".join(f"{k} {r[k]}" for k in ("driver", "cuda", "torch", "triton", "numpy") if r.get(k))
-        lines.append(f"- `{name}.jsonl`: {r['device']}, {versions}, commit {commit_of(r)[:12]}, {len(rows)} rows")
-    return "Where the samples were taken:\n\n" + "\n".join(lines) if lines else ""
+        lines.append(f"- `{name}.jsonl`: {r['device']}, {versions}, commit {_commits(rows)}, {len(rows)} rows")
+    said = "Where the samples were taken (`+`: by code that was changed since that commit, and committed later):"
+    return f"{said}\n\n" + "\n".join(lines) if lines else ""
+
+
+def _commits(rows: list[Row]) -> str:
+    found = dict.fromkeys(commit_of(r) for r in rows)
+    return " and ".join(c[:12] + "+" * c.endswith("+") for c in found)

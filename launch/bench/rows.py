@@ -101,7 +101,8 @@ def _commit() -> str:
 
 
 class RowWriter:
-    """Writes the rows of one run to one file, replacing it.
+    """Writes the rows of one run to one file, replacing it when the run is over: until then, and where it breaks off, they are in a
+    file of that name and ``.part``.
 
     Args:
         path: The file, named by what was measured and where: ``payload-cpu.jsonl``.
@@ -116,12 +117,15 @@ class RowWriter:
 
     def __enter__(self) -> RowWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("w")
+        self._part = self.path.with_name(self.path.name + ".part")
+        self._file = self._part.open("w")
         self._file.writelines(json.dumps(row) + "\n" for row in self._kept)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
+        if error is None:
+            self._part.replace(self.path)
 
     def add(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +19,13 @@ from megasync.types import Entries, Lanes
 from megasync.versions.changes import word_sums
 from megasync.versions.publication import PublicationReader, decode_frame
 
+_VERSION = re.compile(r"v\d{12}")
+
 
 def runs_of(sink: Sink) -> list[str]:
-    """Runs that have a schema in a sink."""
-    return sorted({key.split("/")[0] for key in sink.keys("") if "/schema/" in key})
+    """Runs that have anything in a sink: one whose schema is gone is damaged, not absent."""
+    parts = (key.split("/") for key in sink.keys(""))
+    return sorted({p[0] for p in parts if len(p) > 2 and (p[1] in ("schema", "state") or _VERSION.fullmatch(p[1]))})
 
 
 def examine(sink: Sink, run: str, *, key: bytes | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def test_rows_say_where_they_were_measured(tmp_path: Path) -> None:
     with RowWriter(path, "x") as out:
         first = out.add("a", nbytes_in=10, nbytes_out=3, density=0.5, sample=2, took=Timed(0.25, 0.125), codec="sparse")
         out.add("b", nbytes_in=1, nbytes_out=1)
-        assert read_rows(path) == out.rows  # each row is on disk at once
+        assert read_rows(path.with_name("x-cpu.jsonl.part")) == out.rows  # each row is on disk at once
     rows = read_rows(path)
     assert rows[0] == first
     expected = {"stage": "x", "case": "a", "sample": 2, "density": 0.5, "nbytes_in": 10, "nbytes_out": 3}
@@ -33,6 +33,22 @@ def test_a_new_run_replaces_the_file(tmp_path: Path) -> None:
         with RowWriter(tmp_path / "x.jsonl", "x") as out:
             out.add("a", nbytes_in=1, nbytes_out=1)
     assert len(read_rows(tmp_path / "x.jsonl")) == 1
+
+
+def test_a_run_that_breaks_off_leaves_the_rows_of_the_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    with RowWriter(path, "x") as out:
+        kept = out.add("a", nbytes_in=1, nbytes_out=1)
+
+    def broken() -> None:
+        with RowWriter(path, "x") as out:
+            out.add("b", nbytes_in=1, nbytes_out=1)
+            raise RuntimeError("no CUDA")
+
+    with pytest.raises(RuntimeError, match="no CUDA"):
+        broken()
+    assert read_rows(path) == [kept]
+    assert [r["case"] for r in read_rows(tmp_path / "x.jsonl.part")] == ["b"]
 
 
 def test_processor_time_is_work_and_wall_time_is_not() -> None:

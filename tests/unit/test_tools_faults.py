@@ -28,7 +28,7 @@ from megasync.sinks.memory import MemorySink
 from megasync.tools import copying, rebuild
 from megasync.tools.cli import main
 from megasync.tools.diff import diff
-from megasync.tools.examine import verify
+from megasync.tools.examine import runs_of, verify
 from megasync.trainer.callback import MegasyncCallback
 from megasync.versions.checkpoint import Checkpoint
 from megasync.versions.publication import PublicationReader
@@ -77,6 +77,24 @@ def test_verify_takes_anchors_with_tensors_that_are_all_zero(key: bytes) -> None
         callback.on_train_end()
         report = verify(sink, "r", key=key or None)
         assert (report.faults, report.versions) == ([], [0])
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_verify_names_a_run_whose_schema_is_gone(place: Path, alone: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    sink = LocalSink(place / "s")
+    names = runs_of(sink)
+    if not alone:
+        callback = MegasyncCallback(TensorExporter({"a": torch.zeros(64)}), sink, PublishConfig(run="whole"))
+        callback.on_train_start()
+        callback.on_train_end()
+    for key in list(sink.keys(f"{names[0]}/schema")):
+        sink.delete(key)
+    status, report = run(capsys, "verify", place / "s")
+    assert status == 1
+    assert not report["good"]
+    assert [r["run"] for r in report["runs"]] == sorted([*names, *([] if alone else ["whole"])])
+    (damaged,) = [r for r in report["runs"] if r["run"] == names[0]]
+    assert "schema" in str(damaged["faults"])
 
 
 def test_two_applies_to_one_place_never_share_bytes(place: Path) -> None:
