@@ -42,7 +42,9 @@ def test_a_decoding_engine_takes_versions_between_tokens(rank: ServingRank, tmp_
         assert r["floor"] == pytest.approx(r["step_s"] * 1e3 + 1.6)
         assert s.pause_s >= s.stand_s > 0
     alone, beside = (next(r for r in rows if r["case"].startswith(f"token latency, {x}")) for x in ("no", "a sync"))
-    assert alone["num"] == len(alone["samples_us"]) == 10
+    assert (
+        alone["num"] == len(alone["samples_us"]) >= 10
+    )  # the loop goes on while somebody wakes who waited for the tenth
     assert beside["num"] >= 8
     assert alone["p50_s"] <= alone["p99_s"] <= alone["p99_9_s"] <= alone["max_s"]
 
