@@ -2,7 +2,8 @@
 
 Fourth stop of the flow (plan -> snapshot -> mask -> encode -> gather -> publish). One pass reads old and new, gives
 entries and digest sums, and writes the new words into the snapshot. This is the CPU path, in numpy; tensors on a GPU
-take the kernels of megasync.kernels, which give the same entries, or come down to here first (``copied_masker``). Must not import receiver or an adapter.
+take the kernels of megasync.kernels, which give the same entries, or come down to here first (``copied_masker``). Must not
+import receiver or an adapter.
 """
 
 from __future__ import annotations
