@@ -337,6 +337,34 @@ def test_an_interrupt_in_a_step_end_goes_through_and_leaves_nothing_that_waits(
     masker.close()
 
 
+def test_nothing_is_compared_before_the_copies_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = cases.make_rank()
+    _, masker = made(rank)
+    there, looked = threading.Event(), threading.Event()
+    early: list[bool] = []
+    inner = copied_masker.mask_regions
+
+    class Late(Mark):
+        @property
+        def passed(self) -> bool:
+            looked.set()
+            return there.is_set()
+
+    def noted(*args: Any) -> Iterator[Any]:
+        early.append(not there.is_set())
+        yield from inner(*args)
+
+    monkeypatch.setattr(copied_masker, "Mark", Late)
+    monkeypatch.setattr(copied_masker, "mask_regions", noted)
+    rank.change(0.01, 1)
+    masked = masker.begin()
+    assert looked.wait(20)
+    there.set()
+    masked.encode("sparse", XXH3_128)
+    assert early == [False]
+    masker.close()
+
+
 def test_a_mark_that_cannot_be_made_fails_the_pass_not_the_step_end(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = cases.make_rank()
     _, masker = made(rank)
