@@ -1,10 +1,9 @@
 """Where a compaction finds the old bytes and leaves the new ones: in HBM, or in slots between HBM and pinned host memory.
 
 A slot holds only what the pieces of a span read, packed: regions of one word size may lie far apart in the snapshot.
-Copy engines bring slots up some spans ahead and down again whole. Only the changed words would be fewer bytes, but a kernel has
-to write them across PCIe, which keeps it, and what computes beside it, waiting; copies down cost a step nothing
-(``launch.bench.bench_one_queue``). Comes with ``compact_launch``, which asks for each span in turn. Must import nothing of
-megasync but kernels.
+Copy engines bring slots up some spans ahead and down again whole: only the changed words would be fewer bytes, but kernels would
+have to write them across PCIe, and copies down cost a step nothing (``launch.bench.bench_one_queue``). Comes with ``compact_launch``, which asks for each
+span in turn. Must import nothing of megasync but kernels.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from megasync.receiver.sums import Sums
 
 _MAX_PROCESSES = 8
 QUIET_PROCESSES = 1
-"""Worker processes beside an engine that decodes: on an H200 one stages 111 GB's worth of a version in 3.1 s with 2.2 % on the
-99th percentile of its tokens, two in 1.9 s with 3.0 % (launch/bench/bench_receiver)."""
+"""Worker processes beside an engine that decodes: more of them stage sooner and cost its tokens more (P12,
+``launch.bench.bench_receiver``)."""
 
 _log = logging.getLogger(__name__)
 

@@ -136,6 +136,7 @@ class CopiedMasker(SideMasker[CopiedPass]):
         regions = [replace(region, data=landed[i]) for i, region in enumerate(snapshot.regions)]
         # The same words kept, beside live ones that the CPU can read.
         self._landed = Snapshot(schema, regions, lambda nbytes: snapshot.arena)
+        _ = self._landed.host_units  # made here, not by several threads of the first pass at once
         self._landing_free = Event()
         self._landing_free.set()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-compare")

@@ -8,13 +8,14 @@ an adapter.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from threading import Event
 from typing import Generic, TypeVar
 
@@ -65,7 +66,7 @@ class SidePass(Masked):
         """The pass never ran, or nobody encodes it."""
         self.error = self.error or error
         self._issued.set()
-        if not self._delta.done():
+        with contextlib.suppress(InvalidStateError):  # the encoder was faster
             self._delta.set_exception(self.error)
 
     def changed_nbytes(self) -> int:

@@ -189,6 +189,24 @@ def on_device(
     return snapshot, masker
 
 
+def check_late_chunks(rank: Rank, snapshot: Snapshot, masker: DeviceMasker | CopiedMasker) -> None:
+    """Chunks that begin later are read then; frames do not show it. Closes the masker."""
+    _, host, copy = on_host(rank)
+    late = [n for n, c in CHUNK_OF.items() if c == 1]
+    early = [s.name for s in SPECS if s.name not in late]
+    rank.change(0.03, 1, early)
+    masked = masker.begin(late=(1, 7))  # chunk 7 is held by this rank, but owned by others
+    rank.change(0.03, 1, late)  # gathered during the next forward
+    masker.start_chunk(1)
+    masker.start_rest()
+    masker.fence()
+    copy.change(0.03, 1, early)
+    copy.change(0.03, 1, late)
+    assert_equal_deltas(masked.encode("sparse", XXH3_128), host.begin().encode("sparse", XXH3_128))
+    assert_snapshot_is_live(snapshot)
+    masker.close()
+
+
 def assert_equal_deltas(found: EncodedDelta, wanted: EncodedDelta) -> None:
     """The same records, bytes and sums."""
     assert [_fields(r) for r in found.records] == [_fields(r) for r in wanted.records]

@@ -207,21 +207,7 @@ def test_a_volatile_weight_of_a_late_chunk_is_of_its_step_end_whatever_writes_it
 
 def test_late_chunks_are_read_when_they_begin_and_frames_do_not_show_it() -> None:
     rank = cases.make_rank()
-    snapshot, masker = made(rank)
-    _, host, copy = cases.on_host(rank)
-    late = [n for n, c in cases.CHUNK_OF.items() if c == 1]
-    early = [s.name for s in cases.SPECS if s.name not in late]
-    rank.change(0.03, 1, early)
-    masked = masker.begin(late=(1, 7))  # chunk 7 is held by this rank, but owned by others
-    rank.change(0.03, 1, late)  # gathered during the next forward
-    masker.start_chunk(1)
-    masker.start_rest()
-    masker.fence()
-    copy.change(0.03, 1, early)
-    copy.change(0.03, 1, late)
-    cases.assert_equal_deltas(masked.encode("sparse", XXH3_128), host.begin().encode("sparse", XXH3_128))
-    cases.assert_snapshot_is_live(snapshot)
-    masker.close()
+    cases.check_late_chunks(rank, *made(rank))
 
 
 def test_a_comparison_that_breaks_off_is_undone_and_the_next_pass_carries_everything(
