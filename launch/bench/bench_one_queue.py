@@ -31,7 +31,7 @@ from launch.bench.rows import RESULTS, RowWriter, Timed, middle, table
 _AHEAD = 10  # products that are queued when the comparison begins
 _SPAN_NBYTES = 384 << 20
 _NUM_SLOTS = 3
-_PLAIN, _HIGH = 0, -5
+_HIGH = -5  # priority
 
 
 @dataclass

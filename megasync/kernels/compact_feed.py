@@ -2,8 +2,8 @@
 
 A slot holds only what the pieces of a span read, packed: regions of one word size may lie far apart in the snapshot.
 Copy engines bring slots up some spans ahead and down again whole: only the changed words would be fewer bytes, but kernels would
-have to write them across PCIe, and copies down cost a step nothing (``launch.bench.bench_one_queue``). Comes with ``compact_launch``, which asks for each
-span in turn. Must import nothing of megasync but kernels.
+have to write them across PCIe, and copies down cost a step nothing (``launch.bench.bench_one_queue``). Comes with
+``compact_launch``, which asks for each span in turn. Must import nothing of megasync but kernels.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _touching(found: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int,
             yield group
             group = []
         group.append(one)
-        reach = max(reach, one[1]) if len(group) > 1 else one[1]
+        reach = max(reach, one[1])
     if group:
         yield group
 

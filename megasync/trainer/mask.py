@@ -9,9 +9,10 @@ import receiver or an adapter.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -35,6 +36,9 @@ __all__ = ["anchor_frames", "mask_regions", "words_of"]
 
 _BATCH_ENTRIES = 4 * CLOSE_ENTRIES
 _AHEAD = 16
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 
 @dataclass(slots=True)
@@ -84,14 +88,18 @@ def _frames(
     if pool is None:
         yield from ((tiles, _frame(schema, snapshot, tiles)) for group in _batches(cuts) for tiles in group)
         return
-    ahead: deque[tuple[list[_Tile], Future[MaskedFrame]]] = deque()
-    for tiles in cuts:
-        ahead.append((tiles, pool.submit(_frame, schema, snapshot, tiles)))
-        if len(ahead) > _AHEAD:
-            made = ahead.popleft()
-            yield made[0], made[1].result()
-    for tiles, future in ahead:
-        yield tiles, future.result()
+    yield from _ahead(pool, lambda tiles: (tiles, _frame(schema, snapshot, tiles)), cuts)
+
+
+def _ahead(pool: ThreadPoolExecutor, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+    """Results in order, of which some are worked on before they are asked for."""
+    futures: deque[Future[_Out]] = deque()
+    for item in items:
+        futures.append(pool.submit(work, item))
+        if len(futures) > _AHEAD:
+            yield futures.popleft().result()
+    for future in futures:
+        yield future.result()
 
 
 def _batches(frames: Iterator[list[_Tile]]) -> Iterator[list[list[_Tile]]]:
@@ -115,19 +123,11 @@ def _compared(snapshot: Snapshot, pool: ThreadPoolExecutor | None) -> Iterator[I
         live, (kept, units) = snapshot.host_views[i][1], snapshot.host_units[i]
         return changed_units(kept, units_of(live) if units is None else units)
 
-    def compare_now(i: int) -> list[ChangedUnits]:
-        return list(compare(i))
-
+    numbers = range(len(snapshot.regions))
     if pool is None:
-        yield from map(compare, range(len(snapshot.regions)))
-        return
-    ahead: deque[Future[list[ChangedUnits]]] = deque()
-    for i in range(len(snapshot.regions)):
-        ahead.append(pool.submit(compare_now, i))
-        if len(ahead) > _AHEAD:
-            yield ahead.popleft().result()
-    for future in ahead:
-        yield future.result()
+        yield from map(compare, numbers)
+    else:
+        yield from _ahead(pool, lambda i: list(compare(i)), numbers)
 
 
 def _changed_tiles(snapshot: Snapshot, pool: ThreadPoolExecutor | None) -> Iterator[_Tile]:
