@@ -198,11 +198,15 @@ def steps(trainer: Trainer, config: TrainerBench) -> Iterable[Row]:
 
     Clock and first products come before the step end, as the trainer's host runs ahead of its GPU: where all streams share one
     queue, an event that is recorded after a kernel of the mask waits for it, and would begin a step with the mask behind it.
+    Order and rests must not decide: a GPU that has rested (while a pass was encoded, say) runs at another clock, and would make
+    the step after it shorter. So steps come in the order with, without, without, with, and before each one that is not measured.
     """
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for i in range(2 * config.repeats + 4):
-        syncs = i % 2 == 1
+        syncs = i % 4 in (0, 3)
+        for _ in range(config.step_products):
+            torch.matmul(a, b)
         trainer.change()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

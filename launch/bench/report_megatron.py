@@ -5,13 +5,10 @@ Before it: launch.gpu_megatron, through report_rows. After it: report_tables.
 
 from __future__ import annotations
 
-from launch.bench.report_rows import MEGATRON, Results, Stat, commit_of, stat
+from launch.bench.report_rows import MEGATRON, Results, Stat, stat
 from launch.bench.rows import Row
 
-_HEAVIER_ENCODER = "30d9f2cace61"
-"""Rows of this commit were taken before the encoder was made lighter on the interpreter."""
-
-_TITLE = (
+TITLE = (
     "Real Megatron training (megatron-core 0.19.2) with megasync: a Llama-shaped model of **random weights, on random tokens**,"
     " trained with Adam in Megatron's local layers, not TransformerEngine's, so that its steps are bound by launching kernels"
     " from Python, and the publisher's threads take turns at the same interpreter. After the timed steps every step published,"
@@ -19,7 +16,7 @@ _TITLE = (
     " against the live weights of an engine that followed in another process; the pause is that engine's, with nothing to"
     " decode. Steps are medians of blocks in which every step published and of blocks in which none did, in turn, without the"
     " first block of either kind (it compiles and grows) and without the first step of each block: in a block that publishes"
-    " nothing runs behind it yet, and in the block after it the last publication still does"
+    " nothing runs behind it yet, and in the block after it the last publication still does:"
 )
 
 _TOKENS = 8_192
@@ -37,18 +34,6 @@ HEADER = (
     "step that publishes, ms",
     "slower, %",
 )
-
-
-def title(results: Results) -> str:
-    """What stands above the table."""
-    files = [
-        f"`{n}.jsonl`" for n in results.family(MEGATRON) if commit_of(results.files[n][0])[:12] == _HEAVIER_ENCODER
-    ]
-    verb = "was" if len(files) == 1 else "were"
-    before = (
-        f"; {', '.join(files)} {verb} taken before the encoder was made lighter on the interpreter" if files else ""
-    )
-    return f"{_TITLE}{before}:"
 
 
 def lines(results: Results) -> list[list[str]]:

@@ -113,7 +113,7 @@ def _tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[list[st
     slots = value_of(report_receiver.two_slots, results)
     counters = report_counters.lines(results, slots.value.p50 if slots else None)
     yield report_counters.TITLE, report_counters.HEADER, counters
-    yield report_megatron.title(results), report_megatron.HEADER, report_megatron.lines(results)
+    yield report_megatron.TITLE, report_megatron.HEADER, report_megatron.lines(results)
     yield report_nvfp4.TITLE, report_nvfp4.HEADER, report_nvfp4.lines(results)
     yield report_peers.TITLE, report_peers.HEADER, report_peers.peer_lines(results)
     yield (

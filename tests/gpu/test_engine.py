@@ -35,6 +35,7 @@ def test_probe_of_this_device(driver: CudaDriver) -> None:
                 Engine(driver, probe, kind)
 
 
+@pytest.mark.alone
 def test_arena_is_capable_or_refused(driver: CudaDriver) -> None:
     """The driver may take the engine's flag without an engine; then the pointer attribute decides."""
     free = torch.cuda.mem_get_info()[0]

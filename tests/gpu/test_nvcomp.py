@@ -158,6 +158,7 @@ def test_another_length_is_an_error_and_the_batch_goes_on(library: NvcompLibrary
         batch.finish()
 
 
+@pytest.mark.alone
 @KINDS
 def test_case_64_repeated_batches_are_equal_and_device_memory_is_flat(library: NvcompLibrary, kind: BlockKind) -> None:
     """Long overlapping matches at offset 1, again and again: a race in a decoder would show."""

@@ -243,6 +243,7 @@ def test_withdrawn_versions_are_put_back_on_the_device(place: SnapshotPlace) -> 
     callback.close()
 
 
+@pytest.mark.alone
 @PLACES
 def test_case_64_memory_is_flat_over_a_thousand_syncs(place: SnapshotPlace) -> None:
     psutil = pytest.importorskip("psutil", reason="psutil is not installed")
