@@ -12,10 +12,17 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 cpu=1 gpu=auto only='' asked=''
+names() { (cd launch/bench && printf '%s ' bench_*.py) | sed 's/bench_//g; s/\.py//g; s/ $//'; }
 while [ $# -gt 0 ]; do
   case $1 in
     --cpu | --gpu | --report) asked="$asked $1" ;;
-    --only) only="$only ${2:?--only wants the NAME of launch/bench/bench_NAME.py}"; shift ;;
+    --only)
+      case ${2:-} in
+        '' | -*) echo "bench: --only wants the NAME of launch/bench/bench_NAME.py: $(names)" >&2; exit 2 ;;
+      esac
+      only="$only $2"
+      shift
+      ;;
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' launch/bench.sh; exit 0 ;;
     *) echo "bench: unknown option $1; bash launch/bench.sh --help" >&2; exit 2 ;;
   esac
@@ -27,7 +34,7 @@ if [ -n "$asked" ]; then
   case $asked in *--gpu*) gpu=1 ;; esac
 fi
 for name in $only; do
-  [ -f "launch/bench/bench_$name.py" ] || { echo "bench: there is no launch/bench/bench_$name.py" >&2; exit 2; }
+  [ -f "launch/bench/bench_$name.py" ] || { echo "bench: there is no launch/bench/bench_$name.py; NAME is one of: $(names)" >&2; exit 2; }
 done
 
 if [ -z "${PYTHON:-}" ]; then

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.checks import check
-from launch.compose import compose
+from launch.compose import compose, unusable
 
 _FOLDERS = ("samples", "sink")
 _FILES = ("trainer.jsonl", "rollout.jsonl", "trainer.log", "rollout.log", "report.json", "picture.svg", "picture.png")
@@ -40,7 +40,11 @@ def main(overrides: list[str]) -> int:
     except ValueError as e:
         print(e, file=sys.stderr)
         return 2
-    clear(Path(s.out))
+    try:
+        clear(Path(s.out))
+    except OSError as e:
+        print(unusable(s.out, e), file=sys.stderr)
+        return 2
     print(s.parallel.ranks, s.out)
     return 0
 

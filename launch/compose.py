@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launch.checks import check
+from launch.choices import schema_of, typed
 from launch.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -27,10 +28,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 def register() -> None:
     """Make ``Settings`` the schema ``settings`` of Hydra's configuration store."""
-    schema = OmegaConf.structured(Settings)
-    for node in (schema.publish, schema.apply):
-        OmegaConf.set_readonly(node, False)  # frozen dataclasses would refuse the groups' values
-    ConfigStore.instance().store(name="settings", node=schema)
+    ConfigStore.instance().store(name="settings", node=schema_of(Settings))
 
 
 def compose(overrides: Sequence[str] = ()) -> Settings:
@@ -54,13 +52,13 @@ def settings_of(config: Any) -> Settings:
     """The typed settings of what Hydra composed.
 
     Raises:
-        ValueError: An added key (``+key=value``) that no setting has, or a value that a dataclass refuses.
+        ValueError: An added key (``+key=value``) that no setting has, a text that is no member of an Enum, or a value that a
+            dataclass refuses.
     """
     # Hydra lets a plus sign add keys to any schema; nothing here would ever read them.
     if added := _names(OmegaConf.to_container(config, resolve=False)) - _known():
         raise ValueError("\n".join(_nearest(key) for key in sorted(added)))
-    found = OmegaConf.to_object(config)
-    assert isinstance(found, Settings)  # the schema of main.yaml
+    found = typed(Settings, config)
     if found.sign_key:
         key = found.sign_key.encode()
         found.publish = replace(found.publish, sign_key=key)
@@ -71,6 +69,8 @@ def settings_of(config: Any) -> Settings:
 def refuse(overrides: Sequence[str], world_size: int | None = None) -> str:
     """What is wrong with a command line, before Hydra and anything else is started; empty where it can run.
 
+    Makes the output folder, which is what shows that it can be made.
+
     Args:
         overrides: The arguments. With one of Hydra's own (``--help``, ``--cfg job``) among them nothing is looked at.
         world_size: Ranks that were started; see ``checks.check``.
@@ -78,10 +78,19 @@ def refuse(overrides: Sequence[str], world_size: int | None = None) -> str:
     if any(o.startswith("-") for o in overrides):
         return ""
     try:
-        check(compose(overrides), world_size)
+        s = check(compose(overrides), world_size)
     except ValueError as e:
         return str(e)
+    try:
+        Path(s.out).mkdir(parents=True, exist_ok=True)  # as Hydra would, which ends in a traceback where it cannot
+    except OSError as e:
+        return unusable(s.out, e)
     return ""
+
+
+def unusable(out: str, error: OSError) -> str:
+    """What to say of an output folder that cannot be made or cleared."""
+    return f"out={out}: {error.strerror or error} ({error.filename or out}): give a folder that can be written to"
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ digests or deltas is in it. launch/gpu_megatron.py starts it and compares. Needs
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import shutil
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from launch.bench.entry import refuse, require_cuda
 from launch.demo.full_gather import sha256_of
 from megasync import Applier
 from megasync.adapters.torch_module import TorchModuleEngine
@@ -129,6 +131,7 @@ def follow(folder: Path) -> None:
     told = json.loads((folder / "follower.json").read_text())
     device = torch.device(told["device"])
     if device.type == "cuda":
+        require_cuda()
         torch.cuda.set_device(device)
     module = module_of(llama_shapes(told["sizes"]), device, getattr(torch, told["dtype"]))
     live = dict(module.named_parameters())
@@ -168,5 +171,15 @@ def _wait_for(done: Callable[[], bool], patience_s: float = 300.0) -> None:
         time.sleep(0.01)
 
 
+def main() -> None:
+    """Entry point; exit status 2 where the folder is not one that gpu_megatron.py made."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the folder that launch/gpu_megatron.py made")
+    folder = parser.parse_args().folder
+    if not (folder / "follower.json").is_file():
+        refuse(f"{folder} has no follower.json: start launch/gpu_megatron.py, which makes the folder and starts this")
+    follow(folder)
+
+
 if __name__ == "__main__":
-    follow(Path(sys.argv[1]))
+    main()

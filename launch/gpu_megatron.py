@@ -25,10 +25,9 @@ from typing import Any
 import hydra
 import torch
 import torch.distributed as dist
-from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.rows import RESULTS, Row, Timed
 from launch.gpu_follower import notes, start_follower
 from launch.gpu_report import medians, report
@@ -276,19 +275,15 @@ def main_of(config: GpuMegatron) -> None:
     dist.destroy_process_group()
 
 
-ConfigStore.instance().store(name="gpu_megatron", node=GpuMegatron)
+register("gpu_megatron", GpuMegatron)
 
 
 @hydra.main(version_base="1.3", config_name="gpu_megatron", config_path=None)
 def main(config: Any) -> None:
     """Entry point of a rank."""
-    from omegaconf import OmegaConf
-
-    made = OmegaConf.to_object(config)
-    assert isinstance(made, GpuMegatron)
-    main_of(made)
+    main_of(settings_of(GpuMegatron, config, least={"blocks": 0}))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(cuda=False)
     main()

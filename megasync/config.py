@@ -167,7 +167,7 @@ def config_of(kind: type[_Config], given: object) -> _Config:
     if given is None:
         return kind()
     if not isinstance(given, kind):
-        raise TypeError(f"config is {_shown(given)}, expected a {kind.__name__}: write {kind.__name__}(run=...)")
+        raise TypeError(f"config is {_shown(given)}, expected {kind.__name__}: write {kind.__name__}(run=...)")
     return given
 
 

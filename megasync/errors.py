@@ -38,8 +38,8 @@ class BaseMismatchError(MegasyncError):
 
 
 class LiveMismatchError(BaseMismatchError):
-    """The live bytes are not those of the version held, whatever the delta: the engine holds no version until a join or a
-    reload says otherwise."""
+    """The live bytes are not those of the version held, or are no longer where they were proven, whatever the delta: the
+    engine holds no version until a join or a reload says otherwise."""
 
 
 class SchemaMismatchError(MegasyncError):
@@ -77,21 +77,31 @@ class MissingPackageError(MegasyncError):
 class RankFailedError(MegasyncError):
     """One or more ranks failed; raised on every rank with every rank's cause.
 
+    Args:
+        what: What failed.
+        causes: Rank to the text of its error; empty where no rank is known to be at fault.
+        unknown: What is known instead, where no rank is.
+
     Attributes:
         causes: Rank to the text of its error.
     """
 
-    def __init__(self, what: str, causes: Mapping[int, str]) -> None:
+    def __init__(self, what: str, causes: Mapping[int, str], unknown: str = "") -> None:
         self.causes = dict(causes)
         listed = "; ".join(f"rank {r}: {c}" for r, c in sorted(self.causes.items()))
-        super().__init__(f"{what} failed on {len(self.causes)} rank(s): {listed}")
+        super().__init__(
+            f"{what} failed on {len(self.causes)} rank(s): {listed}" if self.causes else f"{what} failed: {unknown}"
+        )
 
 
 def is_live_mismatch(error: BaseException | None) -> bool:
     """Whether live words were found to be no version: by this rank, by one among ranks that failed in different ways, or as
-    the cause of an undone update."""
+    the cause of an undone update. So are replicas that differ: at most one of them is the version."""
     if isinstance(error, UndoneError):
         return is_live_mismatch(error.__cause__)
     if isinstance(error, RankFailedError):
-        return any(cause.startswith(f"{LiveMismatchError.__name__}:") for cause in error.causes.values())
-    return isinstance(error, LiveMismatchError)
+        return any(cause.startswith(_NO_VERSION) for cause in error.causes.values())
+    return isinstance(error, LiveMismatchError | ReplicaDriftError)
+
+
+_NO_VERSION = tuple(f"{kind.__name__}:" for kind in (LiveMismatchError, ReplicaDriftError))

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 import numpy as np
 import torch
-from hydra.core.config_store import ConfigStore
 
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.gpu_rank import CHANGED, DEVICE, LiveRank, Report, build_rank, random_planes, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
@@ -278,13 +278,13 @@ def run(config: ApplyBench) -> None:
     print("\n".join(report.lines))
 
 
-ConfigStore.instance().store(name="bench_apply", node=ApplyBench)
+register("bench_apply", ApplyBench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_apply", config_path=None)
-def main(config: ApplyBench) -> None:
+def main(config: Any) -> None:
     """Entry point."""
-    run(config)
+    run(settings_of(ApplyBench, config))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 
 from launch.bench.bench_receiver import DENSITY, Bench
+from launch.bench.entry import require_cuda
 from launch.bench.receiver_stream import _staged, decode_all, xor_all
 from launch.bench.rows import RESULTS, Row, RowWriter, read_rows
 from launch.bench.workload import Shape
@@ -272,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "counters-gpu.jsonl")
     given = parser.parse_args(arguments)
     if given.child:
+        require_cuda()
         child()
         return 0
     try:

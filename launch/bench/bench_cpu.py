@@ -18,19 +18,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import hydra
 import numpy as np
 import torch
-from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.host_rank import HostEngine, is_weight, live_words, random_tensor, share
 from launch.bench.masks import uniform_positions
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle, table, timed
 from launch.bench.workload import model_specs
 from megasync.adapters.torch_trainer import TensorExporter
+from megasync.codecs.choice import codec_names
 from megasync.config import ApplyConfig, PublishConfig
 from megasync.receiver.applier import Applier
 from megasync.schema import Schema
@@ -256,15 +257,15 @@ def run(config: CpuBench) -> Path:
     return path
 
 
-ConfigStore.instance().store(name="bench_cpu", node=CpuBench)
+register("bench_cpu", CpuBench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_cpu", config_path=None)
-def main(config: CpuBench) -> None:
+def main(config: Any) -> None:
     """Entry point."""
-    run(config)
+    run(settings_of(CpuBench, config, choices={"codec": codec_names()}))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(cuda=False)
     main()

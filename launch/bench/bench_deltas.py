@@ -25,13 +25,12 @@ from typing import Any
 import hydra
 import numpy as np
 import torch
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.bench_payload import CODECS, published_nbytes
 from launch.bench.deltas import State, amax_moves, changed_tiles, facts_of, keep
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.payload_cases import INPUTS
 from launch.bench.rows import RESULTS, Row, RowWriter, middle, table, timed
 from launch.bench.training import Export, Training, training
@@ -243,16 +242,16 @@ def run(config: DeltaBench) -> Path:
     return path
 
 
-ConfigStore.instance().store(name="bench_deltas", node=DeltaBench)
+register("bench_deltas", DeltaBench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_deltas", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
     GlobalHydra.instance().clear()  # the demo's configuration is composed next, and Hydra has one at a time
-    run(config)
+    run(settings_of(DeltaBench, config, least={"learn_steps": 0}, choices={"models": MODELS}))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(cuda=False)
     main()

@@ -29,6 +29,7 @@ import numpy as np
 from launch.bench import bench_engine
 from launch.bench.bench_engine import EngineBench, decoding, scatter_floor
 from launch.bench.bench_trainer import file_system
+from launch.bench.entry import count, require_cuda
 from launch.bench.other_owners import Others
 from launch.bench.report_measures import SHARE_NBYTES
 from launch.bench.report_receiver import LIVE_NBYTES
@@ -257,14 +258,15 @@ def _write(
 def main() -> None:
     """Run all on one GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=78)
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--syncs", type=int, default=5)
-    parser.add_argument("--pauses", type=int, default=EngineBench.syncs, help="of bench_engine")
+    parser.add_argument("--layers", type=count, default=78)
+    parser.add_argument("--workers", type=count, default=16)
+    parser.add_argument("--syncs", type=count, default=5)
+    parser.add_argument("--pauses", type=count, default=EngineBench.syncs, help="of bench_engine")
     parser.add_argument("--engine", action="store_true", help="bench_engine first, on the same rank")
     parser.add_argument("--directory", type=Path, default=Path("/tmp"), help="in which the sink is made")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    require_cuda()
     shape = replace(Shape(), num_layers=given.layers)
     directory = Path(tempfile.mkdtemp(dir=given.directory))
     trainer = Remote()

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from launch.bench.decoder import DecodeLoop, Decoder
+from launch.bench.entry import count, require_cuda
 from launch.bench.report_receiver import LIVE_NBYTES
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle
 from launch.bench.serving import DENSITY, ServingRank
@@ -285,15 +286,16 @@ def scatter_floor(placed: ScatterPlaced) -> float:
 def main() -> None:
     """Run all on one GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=78)
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--syncs", type=int, default=EngineBench.syncs)
-    parser.add_argument("--every", type=int, default=EngineBench.every)
-    parser.add_argument("--tokens", type=int, default=EngineBench.tokens)
+    parser.add_argument("--layers", type=count, default=78)
+    parser.add_argument("--workers", type=count, default=16)
+    parser.add_argument("--syncs", type=count, default=EngineBench.syncs)
+    parser.add_argument("--every", type=count, default=EngineBench.every)
+    parser.add_argument("--tokens", type=count, default=EngineBench.tokens)
     parser.add_argument("--quiet", action="store_true", help="stage beside the decoder, not as fast as can be")
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="in which the sink is made")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    require_cuda()
     config = EngineBench(given.syncs, given.every, given.tokens)
     directory = Path(tempfile.mkdtemp(dir=given.directory))
     try:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 import numpy as np
 import torch
-from hydra.core.config_store import ConfigStore
 
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.gpu_rank import CHANGED, DEVICE, Report, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape, owner_share
@@ -170,13 +170,13 @@ def run(config: MaskBench) -> None:
     print("\n".join(report.lines))
 
 
-ConfigStore.instance().store(name="bench_mask", node=MaskBench)
+register("bench_mask", MaskBench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_mask", config_path=None)
-def main(config: MaskBench) -> None:
+def main(config: Any) -> None:
     """Entry point."""
-    run(config)
+    run(settings_of(MaskBench, config))
 
 
 if __name__ == "__main__":

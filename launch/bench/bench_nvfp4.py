@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
 import torch.distributed as dist
-from hydra.core.config_store import ConfigStore
 
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.gpu_rank import DEVICE, Report, sample
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
@@ -263,13 +263,13 @@ def run(config: Nvfp4Bench) -> None:
     print("\n".join(report.lines))
 
 
-ConfigStore.instance().store(name="bench_nvfp4", node=Nvfp4Bench)
+register("bench_nvfp4", Nvfp4Bench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_nvfp4", config_path=None)
-def main(config: Nvfp4Bench) -> None:
+def main(config: Any) -> None:
     """Entry point."""
-    run(config)
+    run(settings_of(Nvfp4Bench, config, choices={"formulas": [f for f, _, _ in FORMULAS]}))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,9 @@ from typing import Any
 
 import hydra
 import torch
-from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.rows import RESULTS, RowWriter, Timed, middle, table
 
 _AHEAD = 10  # products that are queued when the comparison begins
@@ -207,13 +206,13 @@ def run(config: OneQueueBench) -> Path:
     return path
 
 
-ConfigStore.instance().store(name="bench_one_queue", node=OneQueueBench)
+register("bench_one_queue", OneQueueBench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_one_queue", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(config)
+    run(settings_of(OneQueueBench, config))
 
 
 if __name__ == "__main__":

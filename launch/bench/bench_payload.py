@@ -26,10 +26,9 @@ import hydra
 import numpy as np
 import torch
 import zstandard
-from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.masks import KINDS
 from launch.bench.payload_cases import INPUTS, RUN, Case, list_case, mask_case, real_case
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, read_rows, table, timed
@@ -188,15 +187,15 @@ def run(config: PayloadBench) -> Path:
     return path
 
 
-ConfigStore.instance().store(name="bench_payload", node=PayloadBench)
+register("bench_payload", PayloadBench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_payload", config_path=None)
-def main(config: PayloadBench) -> None:
+def main(config: Any) -> None:
     """Entry point."""
-    run(config)
+    run(settings_of(PayloadBench, config))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(cuda=False)
     main()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from launch.bench.entry import count, require_cuda
 from launch.bench.peers_dense import Zstd, nvcomp_way
 from launch.bench.peers_nvlink import run_nvlink
 from launch.bench.peers_weights import Change, Timer, Way, finish, pinned
@@ -183,12 +184,13 @@ def run(config: PeersBench, change: Change, writer: RowWriter) -> dict[str, floa
 def main() -> None:
     """Run on one GPU, or with ``--nvlink`` on two."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=PeersBench.layers)
-    parser.add_argument("--samples", type=int, default=PeersBench.samples)
+    parser.add_argument("--layers", type=count, default=PeersBench.layers)
+    parser.add_argument("--samples", type=count, default=PeersBench.samples)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--nvlink", action="store_true", help="only the copy between two GPUs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    require_cuda(2 if given.nvlink else 1)
     if given.nvlink:
         run_nvlink(given.out / "peers-nvlink-gpu.jsonl", 16 << 30)
         return

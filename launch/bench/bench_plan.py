@@ -24,10 +24,9 @@ from typing import Any, TypeVar
 import hydra
 import msgspec
 import numpy as np
-from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.moe_shapes import Layout, classes
 from megasync.trainer.plan import make_plan
 from megasync.trainer.plan_merge import decode_merged, encode_merged, merge
@@ -145,15 +144,15 @@ def run(config: PlanBench) -> Path:
     return path
 
 
-ConfigStore.instance().store(name="bench_plan", node=PlanBench)
+register("bench_plan", PlanBench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_plan", config_path=None)
-def main(config: PlanBench) -> None:
+def main(config: Any) -> None:
     """Entry point."""
-    run(config)
+    run(settings_of(PlanBench, config))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(cuda=False)
     main()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from launch.bench import receiver_world
+from launch.bench.entry import count, require_cuda
 from launch.bench.gpu_rank import Report
 from launch.bench.receiver_staging import run_serving, run_staging
 from launch.bench.receiver_stream import run_stream
@@ -41,6 +42,7 @@ from megasync.sinks.local import LocalSink
 from megasync.versions.publication import PublicationReader
 
 DENSITY = 0.00085
+PARTS = ("scatter", "staging", "stream", "serving")
 
 
 class Bench:
@@ -197,15 +199,18 @@ def _floor(placed: ScatterPlaced) -> float:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=78)
-    parser.add_argument("--vocabulary", type=int, default=Shape().vocabulary)
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--only", default="scatter,staging,stream,serving")
-    parser.add_argument("--tokens", type=int, default=1000, help="in each of three rounds")
+    parser.add_argument("--layers", type=count, default=78)
+    parser.add_argument("--vocabulary", type=count, default=Shape().vocabulary)
+    parser.add_argument("--workers", type=count, default=16)
+    parser.add_argument("--samples", type=count, default=3)
+    parser.add_argument("--only", default=",".join(PARTS), help="some of these, with commas")
+    parser.add_argument("--tokens", type=count, default=1000, help="in each of three rounds")
     parser.add_argument("--trace", type=Path, help="chrome trace of one two-slot pass, .json.gz")
     parser.add_argument("--out", type=Path, default=RESULTS / "receiver-gpu.jsonl")
     given = parser.parse_args()
+    if unknown := {*given.only.split(",")} - {*PARTS}:
+        parser.error(f"argument --only: unknown {sorted(unknown)}; known: {', '.join(PARTS)}")
+    require_cuda()
     shape = replace(Shape(), num_layers=given.layers, vocabulary=given.vocabulary)
     directory = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     try:

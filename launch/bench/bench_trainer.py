@@ -24,10 +24,9 @@ from typing import Any
 
 import hydra
 import torch
-from hydra.core.config_store import ConfigStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.entry import plain_hydra
+from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle, table
 from launch.bench.workload import Shape, model_specs
 from megasync.adapters.torch_trainer import TensorExporter
@@ -280,15 +279,15 @@ def file_system(path: str) -> str:
     return best[1]
 
 
-ConfigStore.instance().store(name="bench_trainer", node=TrainerBench)
+register("bench_trainer", TrainerBench)
 
 
 @hydra.main(version_base="1.3", config_name="bench_trainer", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(config)
+    run(settings_of(TrainerBench, config, least={"step_products": 0}))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(cuda=True)
     main()

@@ -2,7 +2,8 @@
 
     python launch/demo/report.py [the overrides of the run]
 
-Run by launch/demo.sh when trainer and rollout have ended. Exit status 1: bytes differed, or the reward did not rise.
+Run by launch/demo.sh when trainer and rollout have ended. Exit status 1: bytes differed, or the reward did not rise; 2: there are no
+records of such a run.
 """
 
 from __future__ import annotations
@@ -140,9 +141,14 @@ def main(overrides: list[str]) -> int:
     Returns:
         Exit status.
     """
-    s = compose(overrides)
-    out = Path(s.out)
-    report = make_report(s, read_rows(out / "trainer.jsonl"), read_rows(out / "rollout.jsonl"))
+    try:
+        s = compose(overrides)
+        out = Path(s.out)
+        trainer, rollout = read_rows(out / "trainer.jsonl"), read_rows(out / "rollout.jsonl")
+    except (ValueError, OSError) as e:
+        print(f"report: {e}: give the overrides of a demo that ended (launch/demo.sh runs one)", file=sys.stderr)
+        return 2
+    report = make_report(s, trainer, rollout)
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 
     from launch.demo.picture import draw

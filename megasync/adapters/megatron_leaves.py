@@ -137,7 +137,7 @@ def read_leaves(model: Any, metadata: Mapping[str, Any], stand_ins: StandIns) ->
             built = [(name, entry)]
         for inner, shard in built:
             if not isinstance(shard, ShardedTensor):
-                refused.append(f"{inner}: a {type(shard).__name__} among the leaves")
+                refused.append(f"{inner}: {type(shard).__name__} among the leaves")
             elif getattr(shard, "is_torch_fsdp2_param", False) or getattr(shard, "is_data_parallel_fully_shard", False):
                 refused.append(f"{inner}: sharded over data parallel ranks by FSDP")
             elif shard.data is None or shard.flattened_range is not None:
@@ -229,7 +229,7 @@ def _flatten(prefix: str, entry: Any) -> Iterable[tuple[str, Any]]:
 def _not_plain(tensor: Any) -> str:
     """Why a tensor is not plain memory, or nothing. Subclasses hide their bytes (DTensor, quantised ones, GTP)."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        return f"a {type(tensor).__name__}, not a plain tensor; export of such parameters is not supported"
+        return f"of type {type(tensor).__name__}, not a plain tensor; export of such parameters is not supported"
     if tensor.layout != torch.strided or tensor.is_meta:
         return f"{tensor.layout} on {tensor.device}: not plain memory"
     return ""

@@ -88,7 +88,7 @@ class TensorExporter(Exporter):
             TypeError: Not a module, or one with weights that are no plain tensors.
         """
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"TensorExporter.of_module got a {type(module).__name__}, expected a torch.nn.Module")
+            raise TypeError(f"TensorExporter.of_module got {type(module).__name__}, expected a torch.nn.Module")
         state = module.state_dict(keep_vars=True)
         # What get_extra_state() gives is no weight.
         found = cls({n: t for n, t in state.items() if isinstance(t, torch.Tensor)}, volatile=volatile)
@@ -142,7 +142,7 @@ class TensorExporter(Exporter):
 def _check_tensors(tensors: object) -> None:
     if not isinstance(tensors, Mapping):
         raise TypeError(
-            f"TensorExporter got a {type(tensors).__name__}, expected a mapping of names to tensors: give "
+            f"TensorExporter got {type(tensors).__name__}, expected a mapping of names to tensors: give "
             "model.state_dict(), or use TensorExporter.of_module(model)"
         )
     wrong = [f"{name!r} is {fault}" for name, t in tensors.items() if (fault := _fault(name, t))]
@@ -156,7 +156,7 @@ def _check_tensors(tensors: object) -> None:
 def _fault(name: object, t: object) -> str:
     """What keeps a named tensor from being read in place; empty for a plain one."""
     if not isinstance(t, torch.Tensor):
-        return f"a {type(t).__name__}"
+        return f"of type {type(t).__name__}"
     if not isinstance(name, str):
         return "no name"
     return f"a quantised tensor ({t.dtype})" if t.is_quantized else "" if t.layout is torch.strided else str(t.layout)

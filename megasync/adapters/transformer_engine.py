@@ -214,7 +214,7 @@ class StoredExporter(Exporter):
 def _describe(stored: StoredWeight, checkpoint: Checkpoint, partners: Sequence[tuple[str, ...]]) -> QuantisedWeight:
     kind = storage_of(stored.param)
     if kind is None:
-        raise PlanError(f"{stored.name}: a {type(stored.param).__name__} is no quantised storage of a known layout")
+        raise PlanError(f"{stored.name}: {type(stored.param).__name__} is no quantised storage of a known layout")
     layout, stored_id = _LAYOUT[kind]
     source = TensorSpec(stored.name, "BF16", stored.shape, layer=stored.layer, cut=stored.cut)
     rule = QuantRule("*", layout, "deepseek" if kind == "fp8-block" else checkpoint)

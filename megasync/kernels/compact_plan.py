@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megasync.kernels.compact_runs import PIECE_COLUMNS, Region, Run, in_order, pieces_of, runs_of
+from megasync.kernels.compact_runs import RUN_COLUMNS, Region, in_order, pieces_of, runs_of
 from megasync.kernels.planes import segments_of
 from megasync.kernels.scatter_plan import Tiles
 
@@ -141,25 +141,16 @@ def plan_compact(
     devices = {r.live.device for r in regions}
     if len(devices) > 1:
         raise ValueError(f"live words are on several devices: {sorted(map(str, devices))}; make one plan for each")
-    by_tile: dict[int, list[Run]] = {}
+    found = [np.empty((0, RUN_COLUMNS), dtype=np.int64)]
     for region in regions:
         _check_region(word_nbytes, tiles, region, snapshot_nbytes)
         corner, extent = tiles.starts[region.tile].tolist(), tiles.extents[region.tile].tolist()
-        by_tile.setdefault(region.tile, []).extend(
-            runs_of(canonical[tiles.tensors[region.tile]].tolist(), corner, extent, region)
-        )
+        found.append(runs_of(canonical[tiles.tensors[region.tile]].tolist(), corner, extent, region))
     tile_of, _, segment_words = segments_of(tiles.words)
     first_segment = np.searchsorted(tile_of, np.arange(len(tiles.tensors)))
-    rows: list[np.ndarray] = []
-    vectors: list[np.ndarray] = []
-    for tile in sorted(by_tile):
-        for run in in_order(by_tile[tile]):
-            made, vector = pieces_of(run, int(tiles.tensors[tile]), int(first_segment[tile]))
-            rows.append(made)
-            vectors.append(np.full(len(made), vector, dtype=np.int64))
-    table = np.concatenate(rows) if rows else np.zeros((0, PIECE_COLUMNS), dtype=np.int64)
+    runs = in_order(np.concatenate(found), word_nbytes)
+    table, vector_nbytes = pieces_of(runs, word_nbytes, tiles.tensors, first_segment)
     table[:, 14] = np.cumsum(table[:, 6]) - table[:, 6]
-    vector_nbytes = np.concatenate(vectors) if vectors else np.zeros(0, dtype=np.int64)
     first = np.searchsorted(table[:, 13], np.arange(len(segment_words) + 1))
     device = devices.pop() if devices else torch.device("cpu")
     classes = [(v, np.nonzero(vector_nbytes == v)[0].astype(np.int32)) for v in np.unique(vector_nbytes).tolist()]

@@ -1,14 +1,14 @@
 """From torch views of live weights to rows the compaction kernel walks.
 
-A region is a box of a tile whose live words are one torch view. Regions become runs of contiguous words at a constant
-row stride, runs become pieces of at most 8,192 vectors that stay inside one segment of the tile. Comes before
+A region is a box of a tile whose live words are one torch view. Regions become runs (rows of contiguous words at a constant
+row stride), runs become pieces of at most 8,192 vectors that stay inside one segment of the tile. Comes before
 ``compact_plan``. Must import nothing of megasync but ``types`` and ``kernels.records``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -44,61 +44,12 @@ class Region:
     snapshot_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """``rows`` runs of ``words`` contiguous live words each; steps are from row to row.
+RUN_COLUMNS = 10
+"""Columns of a run: tile, live address of the first word, rows, words of a row, live step from row to row (words), row-major
+position of the first word in the tile, its step, canonical number of the first word, its step, snapshot offset of the first word
+(bytes; the words of all rows follow each other there)."""
 
-    Attributes:
-        word_nbytes: Bytes of a word.
-        address: Live address of the first word.
-        rows: Number of rows.
-        words: Words of a row.
-        live_step: In words.
-        position: Row-major position of the first word in its tile.
-        position_step: In words.
-        flat: Canonical word number of the first word.
-        flat_step: In words.
-        snapshot_offset: Of the first word, in bytes; the words of all rows follow each other there.
-    """
-
-    word_nbytes: int
-    address: int
-    rows: int
-    words: int
-    live_step: int
-    position: int
-    position_step: int
-    flat: int
-    flat_step: int
-    snapshot_offset: int
-
-    @property
-    def end(self) -> int:
-        """Position after the last word."""
-        return self.position + (self.rows - 1) * self.position_step + self.words
-
-    @property
-    def vector_nbytes(self) -> int:
-        """Bytes that can be compared at a time: the largest of 8, 4, 2 and 1 that divides every address and step."""
-        steps = [self.live_step, self.position_step, self.flat_step] if self.rows > 1 else []
-        words = [self.words, self.position, self.flat, *steps]
-        numbers = [self.address, self.snapshot_offset, *(x * self.word_nbytes for x in words)]
-        return next(v for v in (8, 4, 2, 1) if all(x % v == 0 for x in numbers))
-
-    def single_rows(self) -> list[Run]:
-        """Each row as a run of its own."""
-        w = self.word_nbytes
-        return [
-            replace(
-                self,
-                address=self.address + i * self.live_step * w,
-                rows=1,
-                position=self.position + i * self.position_step,
-                flat=self.flat + i * self.flat_step,
-                snapshot_offset=self.snapshot_offset + i * self.words * w,
-            )
-            for i in range(self.rows)
-        ]
+_TILE, _ADDRESS, _ROWS, _WORDS, _LIVE_STEP, _POSITION, _POSITION_STEP, _FLAT, _FLAT_STEP, _SNAPSHOT = range(RUN_COLUMNS)
 
 
 def _strides(extents: Sequence[int]) -> list[int]:
@@ -106,7 +57,7 @@ def _strides(extents: Sequence[int]) -> list[int]:
     return [prod(extents[i + 1 :]) for i in range(len(extents))]
 
 
-def runs_of(whole: Sequence[int], corner: Sequence[int], extent: Sequence[int], region: Region) -> list[Run]:
+def runs_of(whole: Sequence[int], corner: Sequence[int], extent: Sequence[int], region: Region) -> np.ndarray:
     """A region as runs: axes are joined wherever live, tile and canonical strides allow.
 
     Args:
@@ -116,11 +67,11 @@ def runs_of(whole: Sequence[int], corner: Sequence[int], extent: Sequence[int], 
         region: The region.
 
     Returns:
-        Runs in row-major order of the region.
+        int64 ``[R, RUN_COLUMNS]`` in row-major order of the region.
     """
     live, w = region.live, region.live.element_size()
     if not live.numel():
-        return []
+        return np.empty((0, RUN_COLUMNS), dtype=np.int64)
     pad = len(extent) - live.dim()
     tile_strides, flat_strides = _strides(extent)[pad:], _strides(whole)[pad:]
     position = sum((a - b) * s for a, b, s in zip(region.start, corner[pad:], tile_strides, strict=True))
@@ -138,77 +89,119 @@ def runs_of(whole: Sequence[int], corner: Sequence[int], extent: Sequence[int], 
     words = joined[-1][0]
     rows = joined[-2] if len(joined) > 1 else (1, words, words, words)
     outer = joined[:-2]
-    out = []
-    for i, index in enumerate(np.ndindex(*(a[0] for a in outer))):
-        by_live, by_tile, by_flat = (sum(k * a[j] for k, a in zip(index, outer, strict=True)) for j in (1, 2, 3))
-        out.append(
-            Run(
-                word_nbytes=w,
-                address=live.data_ptr() + by_live * w,
-                rows=rows[0],
-                words=words,
-                live_step=rows[1],
-                position=position + by_tile,
-                position_step=rows[2],
-                flat=flat + by_flat,
-                flat_step=rows[3],
-                snapshot_offset=region.snapshot_offset + i * rows[0] * words * w,
-            )
-        )
+    num = prod(a[0] for a in outer)
+    # A view with permuted axes may be a run for every few words: all of them at once.
+    index = np.arange(num, dtype=np.int64)
+    by_live, by_tile, by_flat = (np.zeros(num, dtype=np.int64) for _ in range(3))
+    inner = _strides([a[0] for a in outer])
+    for (n, live_step, tile_step, flat_step), below in zip(outer, inner, strict=True):
+        at = index // below % n
+        by_live += at * live_step
+        by_tile += at * tile_step
+        by_flat += at * flat_step
+    out = np.empty((num, RUN_COLUMNS), dtype=np.int64)
+    out[:, _TILE], out[:, _ADDRESS] = region.tile, live.data_ptr() + by_live * w
+    out[:, _ROWS], out[:, _WORDS] = rows[0], words
+    out[:, _LIVE_STEP], out[:, _POSITION_STEP], out[:, _FLAT_STEP] = rows[1:]
+    out[:, _POSITION], out[:, _FLAT] = position + by_tile, flat + by_flat
+    out[:, _SNAPSHOT] = region.snapshot_offset + index * (rows[0] * words * w)
     return out
 
 
-def in_order(runs: list[Run]) -> list[Run]:
-    """Runs of one tile by position; where two interleave (neighbouring columns) they are cut into single rows first.
+def _meet(runs: np.ndarray) -> np.ndarray:
+    """Numbers of runs (sorted by tile and position) that hold a position of the next one, or one between such."""
+    end = runs[:, _POSITION] + (runs[:, _ROWS] - 1) * runs[:, _POSITION_STEP] + runs[:, _WORDS]
+    return np.nonzero((runs[:-1, _TILE] == runs[1:, _TILE]) & (end[:-1] > runs[1:, _POSITION]))[0]
+
+
+def _sorted(runs: np.ndarray) -> np.ndarray:
+    return runs[np.lexsort((runs[:, _POSITION], runs[:, _TILE]))]
+
+
+def in_order(runs: np.ndarray, word_nbytes: int) -> np.ndarray:
+    """Runs by tile and position; those of a tile where two interleave (neighbouring columns) are cut into single rows first.
 
     Args:
-        runs: Runs of one tile.
+        runs: int64 ``[R, RUN_COLUMNS]``.
+        word_nbytes: Bytes of a word.
 
     Returns:
-        Runs whose positions ascend from one to the next.
+        int64 ``[R', RUN_COLUMNS]``: within a tile, positions ascend from one run to the next.
 
     Raises:
         ValueError: When two runs hold the same position.
     """
-    runs = sorted(runs, key=lambda r: r.position)
-    if any(a.end > b.position for a, b in zip(runs, runs[1:], strict=False)):
-        runs = sorted((s for r in runs for s in r.single_rows()), key=lambda r: r.position)
-    for a, b in zip(runs, runs[1:], strict=False):
-        if a.end > b.position:
-            raise ValueError(f"two regions of a tile hold position {b.position}: each word has one live place")
+    runs = _sorted(runs)
+    if not len(found := _meet(runs)):
+        return runs
+    split = np.isin(runs[:, _TILE], runs[found, _TILE])
+    num = np.where(split, runs[:, _ROWS], 1)
+    row = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+    runs = np.repeat(runs, num, axis=0)
+    runs[np.repeat(split, num), _ROWS] = 1
+    runs[:, _ADDRESS] += row * runs[:, _LIVE_STEP] * word_nbytes
+    runs[:, _POSITION] += row * runs[:, _POSITION_STEP]
+    runs[:, _FLAT] += row * runs[:, _FLAT_STEP]
+    runs[:, _SNAPSHOT] += row * runs[:, _WORDS] * word_nbytes
+    runs = _sorted(runs)
+    if len(found := _meet(runs)):
+        position = int(runs[found[0] + 1, _POSITION])
+        raise ValueError(f"two regions of a tile hold position {position}: each word has one live place")
     return runs
 
 
-def pieces_of(run: Run, tensor: int, first_segment: int) -> tuple[np.ndarray, int]:
-    """Cuts a run into pieces.
+def _vector_nbytes(runs: np.ndarray, w: int) -> np.ndarray:
+    """Bytes that can be compared at a time: the largest of 8, 4, 2 and 1 that divides every address and step."""
+    words = runs[:, _WORDS] | runs[:, _POSITION] | runs[:, _FLAT]
+    steps = runs[:, _LIVE_STEP] | runs[:, _POSITION_STEP] | runs[:, _FLAT_STEP]
+    words |= np.where(runs[:, _ROWS] > 1, steps, 0)
+    bits = runs[:, _ADDRESS] | runs[:, _SNAPSHOT] | (words * w) | 8
+    return np.asarray(bits & -bits)  # the lowest bit that any of them has
+
+
+def pieces_of(
+    runs: np.ndarray, word_nbytes: int, tensors: np.ndarray, first_segments: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts runs into pieces.
 
     Args:
-        run: The run.
-        tensor: Its tensor, for the sums.
-        first_segment: Number of the tile's first segment.
+        runs: int64 ``[R, RUN_COLUMNS]``, from `in_order`.
+        word_nbytes: Bytes of a word.
+        tensors: int64, the tensor of each tile, for the sums.
+        first_segments: int64, the number of each tile's first segment.
 
     Returns:
-        int64 ``[P, PIECE_COLUMNS]`` and the bytes of a vector.
+        int64 ``[P, PIECE_COLUMNS]``, and int64 ``[P]``, the bytes of a vector of each.
     """
-    w, vector = run.word_nbytes, run.vector_nbytes
-    numbers = np.arange(run.position // SEGMENT_WORDS, (run.end - 1) // SEGMENT_WORDS + 1, dtype=np.int64)
+    vector = _vector_nbytes(runs, word_nbytes)
+    first = runs[:, _POSITION] // SEGMENT_WORDS
+    last = (runs[:, _POSITION] + (runs[:, _ROWS] - 1) * runs[:, _POSITION_STEP] + runs[:, _WORDS] - 1) // SEGMENT_WORDS
+    num = last - first + 1
+    of = np.repeat(np.arange(len(runs)), num)
+    number = np.repeat(first, num) + np.arange(len(of)) - np.repeat(np.cumsum(num) - num, num)
     # Words of the run before each segment: whole rows, then what the row that crosses has before it.
-    rows, rest = np.divmod(np.maximum(numbers * SEGMENT_WORDS - run.position, 0), run.position_step)
-    begin = np.minimum(rows * run.words + np.minimum(rest, run.words), run.rows * run.words) * w // vector
-    end = np.append(begin[1:], run.rows * run.words * w // vector)
+    run = runs[of]
+    whole = run[:, _ROWS] * run[:, _WORDS]
+    rows, rest = np.divmod(np.maximum(number * SEGMENT_WORDS - run[:, _POSITION], 0), run[:, _POSITION_STEP])
+    scale = vector[of]
+    begin = np.minimum(rows * run[:, _WORDS] + np.minimum(rest, run[:, _WORDS]), whole) * word_nbytes // scale
+    end = whole * word_nbytes // scale
+    within = of[1:] == of[:-1]
+    end[:-1][within] = begin[1:][within]
     parts = -(-(end - begin) // PIECE_VECTORS)
-    segment = np.repeat(numbers, parts)
-    part = np.arange(len(segment)) - np.repeat(np.cumsum(parts) - parts, parts)
-    out = np.empty((len(segment), PIECE_COLUMNS), dtype=np.int64)
-    per_row = run.words * w // vector
-    out[:, 0], out[:, 1] = run.address, run.live_step * w
-    out[:, 2], out[:, 3] = magic(per_row)
-    out[:, 4] = per_row
-    out[:, 5] = np.repeat(begin, parts) + part * PIECE_VECTORS
-    out[:, 6] = np.minimum(np.repeat(end, parts) - out[:, 5], PIECE_VECTORS)
-    out[:, 7] = run.snapshot_offset
-    out[:, 8] = run.position - segment * SEGMENT_WORDS
-    out[:, 9] = run.position_step
-    out[:, 10], out[:, 11] = run.flat, run.flat_step
-    out[:, 12], out[:, 13], out[:, 14] = tensor, first_segment + segment, 0
-    return out, vector
+    part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    at = np.repeat(np.arange(len(of)), parts)
+    run, number, scale = run[at], number[at], scale[at]
+    out = np.empty((len(at), PIECE_COLUMNS), dtype=np.int64)
+    sizes, which = np.unique(run[:, _WORDS] * word_nbytes // scale, return_inverse=True)
+    magics = np.array([(*magic(n), n) for n in sizes.tolist()], dtype=np.int64).reshape(-1, 3)
+    out[:, 0], out[:, 1] = run[:, _ADDRESS], run[:, _LIVE_STEP] * word_nbytes
+    out[:, 2:5] = magics[which]
+    out[:, 5] = begin[at] + part * PIECE_VECTORS
+    out[:, 6] = np.minimum(end[at] - out[:, 5], PIECE_VECTORS)
+    out[:, 7] = run[:, _SNAPSHOT]
+    out[:, 8] = run[:, _POSITION] - number * SEGMENT_WORDS
+    out[:, 9] = run[:, _POSITION_STEP]
+    out[:, 10], out[:, 11] = run[:, _FLAT], run[:, _FLAT_STEP]
+    out[:, 12], out[:, 13], out[:, 14] = tensors[run[:, _TILE]], first_segments[run[:, _TILE]] + number, 0
+    return out, scale

@@ -2,7 +2,8 @@
 
 Every tile of this rank's slices becomes a mask; tiles that no frame lists are all zero. What the masks lead to is
 compared with the anchor's own table of state digests before any write. Where masks of everything do not fit in memory,
-tiles are written as they come, without undo, and audited at the end. Comes after fetch, beside stage.
+``anchor_stream`` writes tiles as they come. At join somebody looks on while the anchor is read (``prior``), so that it is
+read once for both. Comes after fetch, beside stage.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from time import perf_counter
 import numpy as np
 
 from megasync.digest import state_digest
-from megasync.errors import BaseMismatchError, FormatError, TaintedError
+from megasync.errors import BaseMismatchError, FormatError
 from megasync.manifest import Manifest
-from megasync.receiver.apply import Applied, back_to, pause, resume, taint
 from megasync.receiver.audit import audit
 from megasync.receiver.backend import FetchedFrame, Placed, run_all
 from megasync.receiver.bind import Binding
 from megasync.receiver.dense import MaskPlaced, read_words, tile_words
-from megasync.receiver.fetch import Fetched, fetch, require_payloads
+from megasync.receiver.fetch import Fetched, fetch
 from megasync.receiver.leads import Held
 from megasync.receiver.ledger import Ledger
 from megasync.receiver.stage import Proven, Staged
-from megasync.receiver.status import StatusFile
 from megasync.receiver.sums import Sums
 from megasync.receiver.tally import tally
-from megasync.receiver.votes import together, vote
+from megasync.receiver.votes import together
 from megasync.schema import names_of
 from megasync.types import WORD_DTYPES, Lanes
 from megasync.versions.publication import PublicationReader
 
-_Tile = tuple[int, int, Held, np.ndarray]
+Tile = tuple[int, int, Held, np.ndarray]
 """Tensor id, tile, the part of the tensor in it, and its words in the part's shape."""
+
+See = Callable[[int, Held, np.ndarray, np.ndarray], None]
+"""Is shown every tile: tensor id, the part of the tensor in it, what is live there and the anchor's words."""
 
 
 def anchor_nbytes(binding: Binding) -> int:
@@ -44,7 +46,11 @@ def anchor_nbytes(binding: Binding) -> int:
 
 
 def stage_anchor(
-    binding: Binding, reader: PublicationReader, manifest: Manifest, pool: ThreadPoolExecutor | None
+    binding: Binding,
+    reader: PublicationReader,
+    manifest: Manifest,
+    pool: ThreadPoolExecutor | None,
+    see: See | None = None,
 ) -> Staged:
     """Fetch an anchor and make masks of it against what is live now.
 
@@ -53,13 +59,14 @@ def stage_anchor(
         reader: Of the run.
         manifest: The anchor.
         pool: Threads; None for the caller's.
+        see: Is shown every tile.
 
     Raises:
         RefetchError, FormatError: Bytes were refused; nothing was touched.
     """
     started = perf_counter()
     fetched = Fetched()
-    placed: list[Placed] = [_mask(binding, tile) for tile in tiles_of(binding, reader, manifest, pool, fetched)]
+    placed: list[Placed] = [mask_of(binding, tile, see) for tile in tiles_of(binding, reader, manifest, pool, fetched)]
     nbytes = sum(p.nbytes for p in placed)
     return Staged(manifest, tuple(placed), fetched, perf_counter() - started, nbytes)
 
@@ -98,62 +105,8 @@ def prove_anchor(
             f"anchor of version {manifest.version}: its bytes of {names_of(binding.schema, wrong)} do not have the state "
             "digests of its table; nothing was touched. Report the publisher, use another anchor"
         )
-    _check_frozen(binding, table, pool)
+    check_frozen(binding, table, pool)
     return Proven(staged, base, Ledger(manifest, table), ids, before, after)
-
-
-def write_anchor(
-    binding: Binding,
-    reader: PublicationReader,
-    manifest: Manifest,
-    status: StatusFile,
-    pool: ThreadPoolExecutor | None,
-    clock: Callable[[], float],
-) -> tuple[Applied, Ledger, Fetched]:
-    """Write an anchor tile by tile while it is fetched, inside the pause, without undo. *Collective*.
-
-    For engines whose slices are larger than what may be staged. Any failure after the first write leaves the engine
-    tainted; a new anchor or a reload is what helps then.
-
-    Raises:
-        RetryError: A payload is not there, or the engine did not come to rest: nothing was touched.
-        TaintedError: It failed half-way, or the audit after it found other bytes.
-    """
-    table = together(binding.engine, f"table of version {manifest.version}", lambda: reader.state_table(manifest))
-    _check_frozen(binding, table, pool)
-    fetched = Fetched()
-    groups = binding.shadows.touched(published(binding))
-    was = status.now
-    try:
-        with vote(binding.engine, f"preparing anchor {manifest.version}"):
-            binding.check_alive()
-            binding.engine.check_ready()
-            require_payloads(reader, manifest, binding.frames_of(manifest))
-            status.set(state="updating", target=manifest.version)
-    except BaseException:
-        back_to(status, was)
-        raise
-    started = clock()
-    pause(binding, status, was, manifest.version, None if was.torn or was.version < 0 else was.version)
-    try:
-        with vote(binding.engine, f"anchor {manifest.version}"):
-            for tile in tiles_of(binding, reader, manifest, pool, fetched):
-                mask = _mask(binding, tile)
-                mask.prove()
-                mask.write_()
-            for group in groups:
-                values = binding.shadows.derive(group, binding.storages)
-                binding.shadows.write_(group, values, binding.engine.tensors())
-        found = audit(binding, pool)
-        wrong = binding.group_ids[(found != table[binding.group_ids]).any(axis=1)]
-        if len(wrong):
-            raise BaseMismatchError(f"live {names_of(binding.schema, wrong)} are not the anchor's after the write")
-    except BaseException as error:
-        reason = f"anchor {manifest.version}, too large to be undone, failed half-way ({error})"
-        taint(binding, status, reason)
-        raise TaintedError(f"{reason}: replace the replica or load its weights anew, then join") from error
-    stands = resume(binding, manifest.version)
-    return Applied(clock() - started, tuple(d.name for d in groups), stands), Ledger(manifest, table), fetched
 
 
 def published(binding: Binding) -> np.ndarray:
@@ -162,7 +115,12 @@ def published(binding: Binding) -> np.ndarray:
     return binding.group_ids[~frozen[binding.group_ids]]
 
 
-def _check_frozen(binding: Binding, table: np.ndarray, pool: ThreadPoolExecutor | None) -> None:
+def check_frozen(binding: Binding, table: np.ndarray, pool: ThreadPoolExecutor | None) -> None:
+    """Compare frozen tensors, which no anchor carries, with its table of state digests. *Collective*.
+
+    Raises:
+        BaseMismatchError: They are not the run's; nothing was touched.
+    """
     frozen = np.setdiff1d(binding.group_ids, published(binding))
     if len(frozen):
         found = audit(binding, pool, ids=frozen, derived=False)
@@ -184,9 +142,13 @@ def _differ(binding: Binding, ids: np.ndarray, lanes: np.ndarray, table: np.ndar
     ]
 
 
-def _mask(binding: Binding, tile: _Tile) -> MaskPlaced:
+def mask_of(binding: Binding, tile: Tile, see: See | None = None) -> MaskPlaced:
+    """The mask of one tile against what is live now, shown to ``see``; not proven."""
     tensor_id, _, held, words = tile
-    return MaskPlaced(binding, tensor_id, held, words ^ read_words(held.reading, binding.storages), whole=True)
+    live = read_words(held.reading, binding.storages)
+    if see is not None:
+        see(tensor_id, held, live, words)
+    return MaskPlaced(binding, tensor_id, held, words ^ live, whole=True)
 
 
 def tiles_of(
@@ -195,7 +157,7 @@ def tiles_of(
     manifest: Manifest,
     pool: ThreadPoolExecutor | None,
     fetched: Fetched,
-) -> Iterator[_Tile]:
+) -> Iterator[Tile]:
     """Every tile of this rank's slices, once; parts of a tile from several frames are joined.
 
     Args:
@@ -216,10 +178,10 @@ def tiles_of(
     )
     left = {(i, t): n for (i, t), n in zip(places.T.tolist(), parts.tolist(), strict=True)}
     listed = set(left)
-    open_tiles: dict[tuple[int, int], _Tile] = {}
+    open_tiles: dict[tuple[int, int], Tile] = {}
 
-    def consume(found: Sequence[FetchedFrame]) -> list[_Tile]:
-        out: list[_Tile] = []
+    def consume(found: Sequence[FetchedFrame]) -> list[Tile]:
+        out: list[Tile] = []
         for frame in found:
             entries = frame.entries()
             for t in np.flatnonzero(binding.needs(entries.tensor_ids, entries.tiles)).tolist():

@@ -19,14 +19,12 @@ import msgspec
 from megasync.config import ApplyConfig, Staging, config_of
 from megasync.errors import (
     BaseMismatchError,
-    LiveMismatchError,
     MegasyncError,
     NeedsAnchorError,
     RankFailedError,
     ReplicaDriftError,
     RetryError,
     TaintedError,
-    UndoneError,
     is_live_mismatch,
 )
 from megasync.manifest import Manifest, check_run
@@ -171,10 +169,12 @@ class Applier:
                 time: nothing was touched.
             FormatError, RefetchError: Head, manifest or frames were refused: the version held is kept.
             BaseMismatchError: Another version than the base: nothing of that step was touched.
-            LiveMismatchError: Other live bytes than the base: the same, and the engine holds no version until it joins again.
+            LiveMismatchError: Other live bytes than the base, or tensors that were replaced: the same, and the engine holds no
+                version until it joins again.
+            ReplicaDriftError: A replica's live bytes are not its primary's: as LiveMismatchError.
             NeedsAnchorError: No way leads there.
             UndoneError: A step failed and was undone; the steps before it hold, unless something else wrote the weights (its
-                cause is a LiveMismatchError): the engine holds no version then.
+                cause is a LiveMismatchError or a ReplicaDriftError): the engine holds no version then.
             TaintedError: An undo failed, now or before.
             TypeError: ``version`` is no integer.
             Exception: What the engine's ``resume`` raised: the new version is live and proven, the status is ``behind`` and
@@ -219,7 +219,8 @@ class Applier:
             which is always staged by its own update.
 
         Raises:
-            BaseMismatchError: Live words are not the base of the step: nothing was touched.
+            LiveMismatchError, ReplicaDriftError: Live words are not the base of the step: nothing was touched, and the engine
+                holds no version until it joins again.
             RetryError, FormatError, RefetchError, NeedsAnchorError, TypeError: As ``update``.
         """
         _check_version(version)
@@ -253,7 +254,7 @@ class Applier:
 
         Raises:
             NeedsAnchorError: Nothing is kept to go back with.
-            BaseMismatchError: Live words are not those of the version held: nothing was touched.
+            LiveMismatchError, ReplicaDriftError, UndoneError, TaintedError: As ``update``.
         """
         with self._turn():
             return self._rollback()
@@ -346,17 +347,37 @@ class Applier:
                 raise ValueError("the applier is closed: make another one, and join")
             try:
                 yield
-            except (LiveMismatchError, RankFailedError, UndoneError) as e:
-                if is_live_mismatch(e) and self._session is not None and self._session.ledger is not None:
-                    self._disown(self._session, str(e))
+            except BaseException as e:
+                session = self._session
+                if session is not None and session.ledger is not None:
+                    if is_live_mismatch(e):
+                        self._disown(session, str(e))
+                    elif self._status.now.state == "updating":
+                        self._interrupted(session, session.ledger, e)
                 raise
 
-    def _disown(self, session: Session, reason: str) -> None:
+    def _disown(self, session: Session, reason: str, state: State = "behind", target: int = -1) -> None:
         """Nothing may build on these weights, or be told that they are a version, before a join has looked at them again."""
-        session.ledger = None
+        session.ledger = session.last = None
         session.staged.clear()
         self.engine.holds(-1)
-        self._status.set(durable=False, state="behind", reason=reason)
+        self._status.set(durable=False, state=state, target=target, reason=reason)
+
+    def _interrupted(self, session: Session, ledger: Ledger, error: BaseException) -> None:
+        """A call ended between two statuses. Where the weights are whole the next update lets the engine go on; where they may
+        not be, or other ranks may have gone on, the status stays ``updating``: a join overwrites them."""
+        why = f"interrupted ({type(error).__name__}: {error})"
+        if session.writing or self.engine.num_ranks > 1:
+            self._disown(session, why, "updating", self._status.now.target)
+            return
+        self._status.asleep = ledger.version
+        self._status.set(
+            durable=False,
+            state="behind",
+            version=ledger.version,
+            manifest=ledger.manifest.digest.hex(),
+            reason=f"{why} at version {ledger.version}, which is whole: the engine may stand still until the next update",
+        )
 
     def _held(self) -> tuple[Session, Ledger]:
         if self._status.now.state == "tainted":
@@ -395,16 +416,16 @@ class Applier:
 def _check_arguments(engine: object, sink: object) -> None:
     if not isinstance(engine, Engine):
         raise TypeError(
-            f"Applier got a {type(engine).__name__} for its engine: wrap it in one, TorchModuleEngine(module) for a torch module"
+            f"Applier got {type(engine).__name__} for its engine: wrap it in one, TorchModuleEngine(module) for a torch module"
         )
     if not hasattr(sink, "read_head"):
-        raise TypeError(f"Applier got a {type(sink).__name__} for its sink: use open_sink(url)")
+        raise TypeError(f"Applier got {type(sink).__name__} for its sink: use open_sink(url)")
 
 
 def _check_version(version: object) -> None:
     if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
         raise TypeError(
-            f"version {version!r} is a {type(version).__name__}, expected an integer, or None for the head's"
+            f"version {version!r} is of type {type(version).__name__}, expected an integer, or None for the head's"
         )
 
 

@@ -3,7 +3,8 @@
 Status ``updating`` is durable before the engine pauses, and every rank votes between the steps, so that all ranks of an
 engine end at one version. The pause holds the write, its digests, the comparison with what was proven, the vote and nothing
 that can be done before: checks, copies for the undo, the status file, kernels to load. A failure after the first write is undone inside the pause; a failure of the undo is recorded
-as ``tainted`` before anything else. Comes after stage.
+as ``tainted`` before anything else. An interrupt at any point is such a failure; once the write is proven the version is held.
+Comes after stage.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from megasync.errors import RetryError, TaintedError, UndoneError, is_live_mismatch
+from megasync.errors import TaintedError, UndoneError, is_live_mismatch
 from megasync.receiver.backend import Backend
 from megasync.receiver.bind import Binding
 from megasync.receiver.engine import Derivation
-from megasync.receiver.ledger import check_after, check_own
+from megasync.receiver.ledger import Ledger, check_after, check_own
+from megasync.receiver.pausing import back_to, go_on, let_go_on, pause, resume, taint
 from megasync.receiver.stage import Proven
 from megasync.receiver.status import Status, StatusFile
 from megasync.receiver.sums import Sums
@@ -43,10 +46,23 @@ class Applied:
     error: BaseException | None = None
 
 
+class Holder(Protocol):
+    """Who holds a version.
+
+    Attributes:
+        ledger: What is held; moves in one assignment, as soon as a write is proven.
+        writing: Live weights may be no version: from before the first write until it is proven or undone.
+    """
+
+    ledger: Ledger | None
+    writing: bool
+
+
 def apply(
     binding: Binding,
     backend: Backend,
     proven: Proven,
+    holder: Holder,
     status: StatusFile,
     pool: ThreadPoolExecutor | None,
     clock: Callable[[], float],
@@ -57,6 +73,7 @@ def apply(
         binding: This rank.
         backend: That placed the delta.
         proven: The delta; its base is live on every rank.
+        holder: Holds the new version once it is proven.
         status: Left at ``updating`` on success: the caller says what is held then, and raises ``error`` if there is one.
         pool: Threads; None for the caller's.
         clock: Seconds.
@@ -65,7 +82,8 @@ def apply(
         What it took; the engine runs on the new version.
 
     Raises:
-        BaseMismatchError: Storage moved, or the engine refuses updates now: nothing was touched.
+        LiveMismatchError: Storage moved: nothing was touched.
+        BaseMismatchError: The engine refuses updates now: nothing was touched.
         UndoneError: The write failed and was undone on every rank; the engine runs on its old version.
         TaintedError: The undo failed, or the device did: the engine stays stopped for good.
         RetryError: The engine did not come to rest: nothing was touched.
@@ -77,8 +95,8 @@ def apply(
     saved: dict[str, torch.Tensor] = {}
     try:
         with vote(binding.engine, f"preparing the apply of version {version}"):
+            binding.engine.check_ready()  # first: it knows why weights that it put to sleep are not where they were
             binding.check_alive()
-            binding.engine.check_ready()
             saved = binding.shadows.backup(groups, binding.engine.tensors())
             for placed in proven.staged.placed:
                 placed.arm()
@@ -88,17 +106,28 @@ def apply(
         raise
     with _no_collection():
         started = clock()
-        pause(binding, status, was, version, None if proven.base is None else proven.base_version)
+        base_version = None if proven.base is None else proven.base_version
+        stands: BaseException | None
         try:
+            pause(binding, status, was, version, base_version)
+            holder.writing = True
             _write_and_compare(binding, backend, proven, groups, status, pool)
+            holder.ledger = proven.ledger
+            holder.writing = False
+            stands = resume(binding, version)
         except BaseException as error:
+            if holder.ledger is proven.ledger:
+                holder.writing, stands = False, error  # interrupted after the proof: as if ``resume`` had been
+                return Applied(clock() - started, tuple(d.name for d in groups), stands)
+            if not holder.writing:
+                let_go_on(binding, status, was, base_version)
+                raise
             if isinstance(error, TaintedError):  # of this rank, or of another: the engine is one whole
                 if status.now.state != "tainted":
                     taint(binding, status, str(error))
                 raise
-            _undo(binding, backend, proven, status, was, saved, error)
+            _undo(binding, backend, proven, holder, status, was, saved, error)
             raise
-        stands = resume(binding, version)
         return Applied(clock() - started, tuple(d.name for d in groups), stands)
 
 
@@ -106,78 +135,12 @@ def apply(
 def _no_collection() -> Iterator[None]:
     """Keep Python from collecting garbage: of a process with an engine in it that takes longer than the pause."""
     on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if on:
             gc.enable()
-
-
-def pause(binding: Binding, status: StatusFile, was: Status, version: int, base_version: int | None) -> None:
-    """Stop the engine on every rank, or let it go on. *Collective*.
-
-    Args:
-        binding: This rank.
-        status: Put back to ``was`` where the engine goes on.
-        was: The status before the update.
-        version: What it is stopped for.
-        base_version: Version of the live weights; None where they are of none.
-
-    Raises:
-        RetryError: It did not come to rest.
-    """
-    try:
-        with vote(binding.engine, f"pausing for version {version}"):
-            try:
-                binding.engine.pause()
-            except TimeoutError as e:
-                raise RetryError(
-                    f"{binding.engine.name} did not pause for version {version} ({e}): nothing was touched, update again"
-                ) from e
-    except BaseException:
-        back_to(status, was)
-        if base_version is not None:
-            wake(binding, status, base_version)
-        raise
-
-
-def resume(binding: Binding, version: int) -> BaseException | None:
-    """Let this rank go on at a proven version; what that raises is no reason to doubt the weights."""
-    try:
-        binding.engine.resume(version)
-    except BaseException as error:
-        return error
-    return None
-
-
-def wake(
-    binding: Binding, status: StatusFile, version: int, run: Callable[[], BaseException | None] | None = None
-) -> BaseException | None:
-    """Let the engine go on at a proven version, or record that it does not. *Collective*.
-
-    Args:
-        binding: This rank.
-        status: Becomes ``behind``, with the reason, and ``asleep`` where a rank's ``resume`` fails.
-        version: Version of the live weights.
-        run: Gives what this rank's ``resume`` raised; calls it by default.
-
-    Returns:
-        The error, the same kind on every rank; None where all go on.
-    """
-    try:
-        with vote(binding.engine, f"resuming at version {version}"):
-            error = resume(binding, version) if run is None else run()
-            if error is not None:
-                raise error
-    except BaseException as e:
-        status.asleep = version
-        now = status.now
-        reason = f"version {version} is live and proven, but resume() failed ({e}): the engine may stand still"
-        status.set(durable=False, state="behind", version=now.version, manifest=now.manifest, reason=reason)
-        return e
-    status.asleep = None
-    return None
 
 
 def _write_and_compare(
@@ -233,6 +196,7 @@ def _undo(
     binding: Binding,
     backend: Backend,
     proven: Proven,
+    holder: Holder,
     status: StatusFile,
     was: Status,
     saved: dict[str, torch.Tensor],
@@ -252,8 +216,8 @@ def _undo(
         reason = f"version {version} failed ({error}) and could not be undone ({undo_error})"
         taint(binding, status, reason)
         raise TaintedError(f"{reason}: replace the replica, its weights are in an unknown state") from undo_error
-    back_to(status, was)
-    stands = wake(binding, status, proven.base_version) if proven.base is not None else None
+    holder.writing = False
+    stands = go_on(binding, status, was, None if proven.base is None else proven.base_version)
     if isinstance(error, Exception):
         what_now = (
             f"The touched words are as version {proven.base_version} had them, the others may not be: load the weights anew or "
@@ -275,20 +239,6 @@ def _put_back(binding: Binding, backend: Backend, proven: Proven, saved: dict[st
             for name, old in saved.items():
                 tensors[name].detach().copy_(old)
     return sums
-
-
-def taint(binding: Binding, status: StatusFile, reason: str) -> None:
-    """Record, durably and before anything else, that the weights are in an unknown state; then quarantine the
-    engine."""  # The file says `updating` where it cannot be written: never served either.
-    status.set(durable=False, state="tainted", reason=reason)
-    binding.engine.quarantine(reason)
-
-
-def back_to(status: StatusFile, was: Status) -> None:
-    """Nothing was touched, or all was put back: the status is what it was."""
-    # Where the disk refuses, it still has `updating` or what was: a restart is then careful without need, never
-    # careless.
-    status.set(durable=False, state=was.state, version=was.version, manifest=was.manifest, reason=was.reason)
 
 
 def reverse(proven: Proven) -> Proven | None:

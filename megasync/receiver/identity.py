@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from megasync.errors import BaseMismatchError
+from megasync.errors import LiveMismatchError
 
 _SHOWN = 5
 
@@ -69,7 +69,8 @@ def check_alive(marks: Mapping[str, StorageMark], tensors: Mapping[str, torch.Te
         tensors: The live tensors as they are now.
 
     Raises:
-        BaseMismatchError: Naming each tensor that is gone or moved, with both values. Nothing was touched.
+        LiveMismatchError: Naming each tensor that is gone or moved, with both values. Nothing was touched. What the engine
+            reads now was never looked at, so it is no known version until it is bound and audited again.
     """
     wrong: list[str] = []
     for name, mark in marks.items():
@@ -88,7 +89,7 @@ def check_alive(marks: Mapping[str, StorageMark], tensors: Mapping[str, torch.Te
         wrong.append(f"{name}: {', '.join(changes)}")
     if wrong:
         shown = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
-        raise BaseMismatchError(
+        raise LiveMismatchError(
             f"{len(wrong)} live tensors are not where they were bound ({shown}): nothing was touched. Keep weights in "
-            "place, or make a new applier and join again"
+            "place, and join again"
         )

@@ -14,7 +14,7 @@ from megasync.manifest import Manifest
 from megasync.receiver.audit import audit
 from megasync.receiver.engine import Engine
 from megasync.receiver.ledger import Ledger
-from megasync.receiver.prior import require_order
+from megasync.receiver.prior import Prior
 from megasync.receiver.results import UpdateResult
 from megasync.receiver.route import find_version
 from megasync.receiver.self_test import self_test
@@ -56,7 +56,8 @@ def enter(session: Session, newest: Manifest, torn: bool, result: UpdateResult) 
     digests: np.ndarray | None = None
     if torn:
         now = session.status.now
-        why = f"status is {now.state} (version {now.version}, target {now.target}): weights may be torn. {now.reason}"
+        reason = f" ({now.reason.rstrip('.')})" if now.reason else ""
+        why = f"status is {now.state} (version {now.version}, target {now.target}): weights may be torn{reason}"
         start = together(binding.engine, "chain", lambda: session.reader.chain(newest)[0])
     else:
         try:
@@ -78,19 +79,12 @@ def enter(session: Session, newest: Manifest, torn: bool, result: UpdateResult) 
         binding.engine.holds(found.version)
         result = replace(result, from_version=found.version, version=found.version, proofs=("audit",))
     elif start.what == "anchor":
+        prior = Prior(binding, session.reader, start, digests)
         try:
-            with session.telemetry.span("compare"):
-                looked = require_order(binding, session.reader, start, session.pool, digests)
+            result = advance(session, start, "serving" if start.version == newest.version else "behind", result, prior)
         except PlanError:
             binding.engine.holds(-1)
             raise
-        session.telemetry.count("fetched_nbytes", looked.nbytes)
-        result = replace(
-            result,
-            fetched_nbytes=result.fetched_nbytes + looked.nbytes,
-            num_refetched=result.num_refetched + looked.num_refetched,
-        )
-        result = advance(session, start, "serving" if start.version == newest.version else "behind", result)
     else:
         binding.engine.holds(-1)
         raise (NeedsAnchorError if torn else BaseMismatchError)(

@@ -2,8 +2,8 @@
 
 An anchor can be written through any layout that is one to one, and read back through it: its digests prove the words,
 never the layout. Weights that the engine loaded by itself can: where they are the anchor's words in another order, the
-layout is wrong, and writing would scramble weights that are right. Comes before ``anchor`` writes, at join. Must import
-nothing above anchor.
+layout is wrong, and writing would scramble weights that are right. Looks on, at join, while ``anchor`` reads the anchor,
+and judges before it writes. Must import nothing above anchor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -21,10 +20,9 @@ import numpy as np
 from megasync.digest import splitmix64
 from megasync.errors import PlanError
 from megasync.manifest import Manifest
-from megasync.receiver.anchor import published, tiles_of
+from megasync.receiver.anchor import published
 from megasync.receiver.bind import Binding
-from megasync.receiver.dense import read_words
-from megasync.receiver.fetch import Fetched
+from megasync.receiver.leads import Held
 from megasync.receiver.sums import Sums
 from megasync.receiver.tally import tally
 from megasync.receiver.votes import together, vote
@@ -49,19 +47,13 @@ class _Words:
     distinct: set[int] = field(default_factory=set)
 
 
-def require_order(
-    binding: Binding,
-    reader: PublicationReader,
-    manifest: Manifest,
-    pool: ThreadPoolExecutor | None,
-    found: np.ndarray | None,
-) -> Fetched:
-    """Compare what is live, read through the layouts, with an anchor that is to overwrite it. *Collective*.
+class Prior:
+    """What is live before an anchor overwrites it, looked at while the anchor's bytes are read. *Collective*.
 
-    Nothing live is written. Tensors whose state digests differ are read once more from the sink, in memory of a few
-    frames. The multiset of a tensor's live words is compared with the anchor's by the sum of a hash of each word modulo
-    2^64, over all ranks; so are tensors that may have been taken for one another, and those that share a storage. A
-    warning says how many tensors matched and how many will be overwritten.
+    The multiset of a tensor's live words is compared with the anchor's by the sum of a hash of each word modulo 2^64, over
+    all ranks; so are tensors that may have been taken for one another, and those that share a storage. Whoever reads the
+    anchor gives every tile to ``see``; nothing is read for this alone. Tensors whose state digests are the anchor's are
+    left out.
 
     What it cannot tell: weights of another version than the anchor's, and tensors with less than `ENOUGH_DISTINCT`
     different words out of place.
@@ -70,73 +62,46 @@ def require_order(
         binding: This rank.
         reader: Of the run.
         manifest: The anchor.
-        pool: Threads to fetch on, None for the caller's.
         found: uint8 ``[len(group_ids), 16]``, state digests of what is live (an audit's); None where they are not known.
 
-    Returns:
-        What was fetched.
+    Attributes:
+        ids: int64, ascending: published tensors that are not known to be the anchor's already.
 
     Raises:
-        PlanError: Live words are the anchor's in another order, on every rank, naming the tensors; nothing was touched.
-        RefetchError, FormatError, RetryError: As ``stage_anchor``.
+        RefetchError, FormatError, RetryError: The anchor's table of state digests cannot be read, on every rank.
     """
-    what = f"weights that are live before anchor {manifest.version}"
-    table = together(binding.engine, f"table of version {manifest.version}", lambda: reader.state_table(manifest))
-    ids = published(binding)
-    num_all = len(ids)
-    if found is not None:
-        at = np.searchsorted(binding.group_ids, ids)
-        ids = ids[(found[at] != table[ids]).any(axis=1)]
-    fetched = Fetched()
 
-    def body() -> list[list[Sums]]:
-        binding.check_alive()
-        return _columns(_read(binding, reader, manifest, pool, ids, fetched)) if len(ids) else [[], []]
+    def __init__(
+        self, binding: Binding, reader: PublicationReader, manifest: Manifest, found: np.ndarray | None
+    ) -> None:
+        self.binding, self.manifest = binding, manifest
+        table = together(binding.engine, f"table of version {manifest.version}", lambda: reader.state_table(manifest))
+        ids = published(binding)
+        self._num_all = len(ids)
+        if found is not None:
+            at = np.searchsorted(binding.group_ids, ids)
+            ids = ids[(found[at] != table[ids]).any(axis=1)]
+        self.ids = ids
+        # Shadows hold no live words.
+        mine = [i for i in ids.tolist() if i in binding.held and i not in binding.shadows.layouts]
+        self._words = {i: _Words() for i in mine}
 
-    live, anchor = tally(binding, what, ids, body)
-    differ = anchor[:, 1] > 0
-    with vote(binding.engine, what) as ballot:
-        ballot.data = msgspec.msgpack.encode(_neighbours(binding, set(ids[differ].tolist())))
-    together_ids = [x for d in ballot.result for x in msgspec.msgpack.decode(d, type=list[list[int]])]
-    rows = {int(i): k for k, i in enumerate(ids) if differ[k]}
-    wrong = _exchanged(binding, rows, live, anchor) | _mixed(together_ids, rows, live, anchor)
-    if wrong:
-        raise PlanError(
-            f"{binding.engine.name}: the live words of {names_of(binding.schema, sorted(wrong))} ({len(wrong)} tensors) "
-            f"are those of version {manifest.version} in another order, or one another's: their layout is wrong (or the "
-            "engine's load was), and the anchor would be written in that order. Nothing was touched: correct the "
-            "adapter's layouts"
-        )
-    _log.warning(
-        "run %r: %d of %d tensors of %s hold version %d already; its anchor overwrites the other %d",
-        manifest.run,
-        num_all - int(differ.sum()),
-        num_all,
-        binding.engine.name,
-        manifest.version,
-        int(differ.sum()),
-    )
-    return fetched
+    def see(self, tensor_id: int, held: Held, live: np.ndarray, words: np.ndarray) -> None:
+        """Add one tile. Local; reads nothing.
 
-
-def _read(
-    binding: Binding,
-    reader: PublicationReader,
-    manifest: Manifest,
-    pool: ThreadPoolExecutor | None,
-    ids: np.ndarray,
-    fetched: Fetched,
-) -> dict[int, _Words]:
-    """Sums of the words that this rank holds, replicas too; shadows hold no live words."""
-    mine = [i for i in ids.tolist() if i in binding.held and i not in binding.shadows.layouts]
-    out = {i: _Words() for i in mine}
-    for tensor_id, _, held, words in tiles_of(binding.only(mine), reader, manifest, pool, fetched):
-        live = read_words(held.reading, binding.storages)
+        Args:
+            tensor_id: Its tensor.
+            held: The part of the tensor in it that this rank holds, replicas too.
+            live: ``<u{w}`` in the part's shape, what is live there.
+            words: The anchor's, alike.
+        """
+        w = self._words.get(tensor_id)
+        if w is None:
+            return
         here = held.here()
         one, two = (live.reshape(-1), words.reshape(-1)) if here is None else (live[here], words[here])
         if any(r.unit == "nibble" for r in held.layout.records):
             one, two = _nibbles(one), _nibbles(two)
-        w = out[tensor_id]
         w.live += hash_sum(one)
         w.anchor += hash_sum(two)
         moved = one != two
@@ -144,7 +109,47 @@ def _read(
         w.num_moved += num_moved
         if len(w.distinct) < ENOUGH_DISTINCT:
             w.distinct.update(np.unique(one[moved][:: num_moved // _MAX_SAMPLE + 1]).tolist())
-    return out
+
+    def require_order(self) -> None:
+        """Refuse live words that are the anchor's in another order. *Collective*; every tile was seen, nothing was written.
+
+        A warning says how many tensors matched and how many will be overwritten.
+
+        Raises:
+            PlanError: On every rank, naming the tensors; nothing was touched.
+            BaseMismatchError: Live tensors are not where they were bound.
+        """
+        binding, manifest, ids = self.binding, self.manifest, self.ids
+        what = f"weights that are live before anchor {manifest.version}"
+
+        def body() -> list[list[Sums]]:
+            binding.check_alive()
+            return _columns(self._words) if len(ids) else [[], []]
+
+        live, anchor = tally(binding, what, ids, body)
+        differ = anchor[:, 1] > 0
+        with vote(binding.engine, what) as ballot:
+            ballot.data = msgspec.msgpack.encode(_neighbours(binding, set(ids[differ].tolist())))
+        together_ids = [x for d in ballot.result for x in msgspec.msgpack.decode(d, type=list[list[int]])]
+        rows = {int(i): k for k, i in enumerate(ids) if differ[k]}
+        wrong = _exchanged(binding, rows, live, anchor) | _mixed(together_ids, rows, live, anchor)
+        if wrong:
+            raise PlanError(
+                f"{binding.engine.name}: the live words of {names_of(binding.schema, sorted(wrong))} ({len(wrong)} tensors) "
+                f"are those of version {manifest.version} in another order, or one another's: their layout is wrong (or the "
+                "engine's load was), and the anchor would be written in that order. Nothing was touched: correct the "
+                "adapter's layouts"
+            )
+        num_left = int(differ.sum())
+        _log.warning(
+            "run %r: %d of %d tensors of %s hold version %d already; its anchor overwrites the other %d",
+            manifest.run,
+            self._num_all - num_left,
+            self._num_all,
+            binding.engine.name,
+            manifest.version,
+            num_left,
+        )
 
 
 def _columns(found: Mapping[int, _Words]) -> list[list[Sums]]:

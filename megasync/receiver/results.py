@@ -22,9 +22,10 @@ class UpdateResult:
         total_s: Seconds of the call.
         fetched_nbytes: Bytes read from the sink for frames.
         num_refetched: Frames that were bad the first time.
-        num_changed: Changed words of the publications.
+        num_changed: Changed words of the publications; of a rollback those of the publication that it undid.
         num_written: Canonical words that were changed on this rank.
-        density: Changed bytes over canonical bytes of the run, of the last publication applied.
+        density: Changed bytes over canonical bytes of the run, of the last publication applied or undone. An anchor counts
+            all that it carries; how much of that was other than before is ``num_written``.
         backend: What ran.
         proofs: What was proven, by name.
         derived: Derivations that ran.

@@ -13,11 +13,15 @@ from dataclasses import dataclass, field, replace
 from megasync.config import ApplyConfig
 from megasync.errors import SchemaMismatchError
 from megasync.manifest import Manifest
-from megasync.receiver.anchor import anchor_nbytes, prove_anchor, stage_anchor, write_anchor
-from megasync.receiver.apply import Applied, apply, reverse, wake
+from megasync.receiver.anchor import anchor_nbytes, prove_anchor, stage_anchor
+from megasync.receiver.anchor_stream import keep_anchor, write_anchor
+from megasync.receiver.apply import Applied, apply, reverse
 from megasync.receiver.backend import Backend, run_all
 from megasync.receiver.bind import Binding
+from megasync.receiver.fetch import Fetched
 from megasync.receiver.ledger import Ledger, check_live, check_own
+from megasync.receiver.pausing import wake
+from megasync.receiver.prior import Prior
 from megasync.receiver.results import UpdateResult, density_of
 from megasync.receiver.stage import Proven, Staged, prove, stage
 from megasync.receiver.status import State, StatusFile
@@ -46,6 +50,7 @@ class Session:
         telemetry: Spans and counters.
         clock: Seconds.
         ledger: What is held, None before the weights were found to be a version.
+        writing: Live weights may be no version: an update is under way, or ended without having put them back.
         staged: Deltas made ready, by manifest digest.
         last: The last applied publication, for rollback; None where there is none or it took too much memory.
     """
@@ -59,6 +64,7 @@ class Session:
     telemetry: Telemetry
     clock: Callable[[], float]
     ledger: Ledger | None = None
+    writing: bool = False
     staged: dict[bytes, Staged] = field(default_factory=dict)
     last: Proven | None = None
 
@@ -72,6 +78,11 @@ class Session:
     def proof_pool(self) -> ThreadPoolExecutor | None:
         """Threads for proofs, None where the backend does not gain from several."""
         return self.pool if self.backend.threads else None
+
+    def count(self, fetched: Fetched) -> None:
+        """Add to the counters of what was read."""
+        self.telemetry.count("fetched_nbytes", fetched.nbytes)
+        self.telemetry.count("refetched_frames", fetched.num_refetched)
 
     def hold(self, ledger: Ledger, state: State) -> None:
         """Record a version that was just proven. Where the disk refuses, the file still says ``updating``."""
@@ -136,13 +147,14 @@ def make_ready(session: Session, manifest: Manifest, *, ahead: bool) -> Staged:
             read_live=not ahead,
             in_flight=2 * session.config.workers,
         )
-    session.telemetry.count("fetched_nbytes", staged.fetched.nbytes)
-    session.telemetry.count("refetched_frames", staged.fetched.num_refetched)
+    session.count(staged.fetched)
     session.staged[manifest.digest] = staged
     return staged
 
 
-def advance(session: Session, manifest: Manifest, state: State, result: UpdateResult) -> UpdateResult:
+def advance(
+    session: Session, manifest: Manifest, state: State, result: UpdateResult, prior: Prior | None = None
+) -> UpdateResult:
     """Take one publication: stage, prove, apply. *Collective*.
 
     Args:
@@ -150,13 +162,14 @@ def advance(session: Session, manifest: Manifest, state: State, result: UpdateRe
         manifest: A delta from what is held, or an anchor.
         state: Status once it is held.
         result: Of the steps before.
+        prior: Looks on while an anchor is read, and refuses a wrong layout before it is written.
 
     Returns:
         ``result`` with this step added.
     """
     session.require_schema(manifest)
     if manifest.what == "anchor" and anchor_nbytes(session.binding) > session.config.staged_limit_nbytes:
-        return _advance_by_stream(session, manifest, state, result)
+        return _advance_by_stream(session, manifest, state, result, prior)
     engine = session.binding.engine
     try:
         if manifest.what == "anchor":
@@ -165,8 +178,13 @@ def advance(session: Session, manifest: Manifest, state: State, result: UpdateRe
             staged = together(
                 engine,
                 f"staging of anchor {manifest.version}",
-                lambda: stage_anchor(session.binding, session.reader, manifest, session.pool),
+                lambda: stage_anchor(
+                    session.binding, session.reader, manifest, session.pool, None if prior is None else prior.see
+                ),
             )
+            session.count(staged.fetched)
+            if prior is not None:
+                prior.require_order()
             with session.telemetry.span("prove"):
                 proven = prove_anchor(session.binding, session.ledger, session.reader, staged, session.pool)
         else:
@@ -209,11 +227,15 @@ def retreat(session: Session, state: State, result: UpdateResult) -> UpdateResul
     Raises:
         LiveMismatchError: Live words are not the last version's: nothing was touched.
     """
-    back = reverse(session.last) if session.last is not None else None
+    # An interrupt may have come between a proof and what is kept of it: then that leads back from another version.
+    last = session.last if session.last is not None and session.last.ledger is session.ledger else None
+    back = reverse(last) if last is not None else None
     if back is None:
         return None
     placed = back.staged.placed
     ids, binding = back.ids, session.binding
+    assert back.base is not None  # what is held now
+    undone = back.base.manifest
     own: list[Sums] = []
 
     def live() -> list[list[Sums]]:
@@ -231,22 +253,37 @@ def retreat(session: Session, state: State, result: UpdateResult) -> UpdateResul
     applied = _apply(session, back)
     session.last = None
     session.held_awake(back.ledger, state, applied)
-    result = _added(session, result, back.ledger.manifest, applied, ("state digests of what was kept", "read-back"))
-    return replace(result, num_written=sum(p.num_changed for p in placed))
+    # XOR undoes itself: what changed is what the undone publication changed, not what the one that is held again once did.
+    result = _added(session, result, undone, applied, ("state digests of what was kept", "read-back"))
+    held = back.ledger.version
+    return replace(result, version=held, versions=(held,), num_written=sum(p.num_changed for p in placed))
 
 
 def _apply(session: Session, proven: Proven) -> Applied:
     with session.telemetry.span("apply"):
-        return apply(session.binding, session.backend, proven, session.status, session.pool, session.clock)
+        return apply(session.binding, session.backend, proven, session, session.status, session.pool, session.clock)
 
 
-def _advance_by_stream(session: Session, manifest: Manifest, state: State, result: UpdateResult) -> UpdateResult:
+def _advance_by_stream(
+    session: Session, manifest: Manifest, state: State, result: UpdateResult, prior: Prior | None
+) -> UpdateResult:
     session.staged.clear()
     session.last = None
+    binding, reader, pool, kept = session.binding, session.reader, session.pool, None
+    if prior is not None:
+        see, ids, limit_nbytes = prior.see, prior.ids, session.config.staged_limit_nbytes
+        with session.telemetry.span("compare"):
+            kept = together(
+                binding.engine,
+                f"comparing anchor {manifest.version}",
+                lambda: keep_anchor(binding, reader, manifest, pool, see, ids, limit_nbytes),
+            )
+            prior.require_order()
     with session.telemetry.span("apply"):
         applied, ledger, fetched = write_anchor(
-            session.binding, session.reader, manifest, session.status, session.pool, session.clock
+            binding, reader, manifest, session, session.status, pool, session.clock, kept
         )
+    session.count(fetched)
     session.held_awake(ledger, state, applied)
     result = _added(session, result, manifest, applied, (*_ANCHOR_PROOFS[:-1], "audit"))
     return replace(

@@ -278,6 +278,10 @@ class Sink(ABC):
             RetryError: No answer in time; whether the head moved is unknown.
         """
 
+    def heads(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+        """Runs that have a head, ascending, for who looks at what is there; empty where a sink cannot list them."""
+        return []
+
     def check_room(self, nbytes: int) -> None:  # noqa: B027
         """Refuse, before anything is written, what surely does not fit; does nothing where that cannot be known.
 

@@ -223,6 +223,7 @@ def check_head(place: Place) -> None:
         expect(first.read_head("run2") is None, "another run has no head")
         first.swap_head("run2", None, b"x")
         expect(first.read_head("run") == b"two", "another run's head is another one")
+        expect(second.heads() in ([], ["run", "run2"]), "a sink lists all runs that have a head, or none")
         first.create("run", [b"an object may have a run's name"])
         expect(first.read_head("run") == b"two", "an object is no head")
 

@@ -62,6 +62,10 @@ class ForwardingSink(Sink):
         """See ``Sink.swap_head``."""
         self._run("swap_head", run, timeout_s, lambda: self.inner.swap_head(run, expected, new, timeout_s=timeout_s))
 
+    def heads(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+        """See ``Sink.heads``."""
+        return self.inner.heads(timeout_s=timeout_s)
+
     def check_room(self, nbytes: int) -> None:
         """See ``Sink.check_room``."""
         self.inner.check_room(nbytes)

@@ -220,6 +220,21 @@ class LocalSink(Sink):
             finally:
                 files.close_all(chain)
 
+    def heads(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+        """See ``Sink.heads``."""
+        Deadline(timeout_s)
+        with files.os_errors(f"list the heads in {self.describe()}"):
+            try:
+                chain = files.open_chain(self.directory, [_HEADS], create=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            try:
+                with os.scandir(chain[-1]) as entries:
+                    names = [_listed(entry) for entry in entries if not entry.name.startswith(".")]
+            finally:
+                files.close_all(chain)
+        return sorted(name.removesuffix(".head") for name in names if name.endswith(".head"))
+
     def swap_head(self, run: str, expected: bytes | None, new: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """See ``Sink.swap_head``."""
         check_run(run)

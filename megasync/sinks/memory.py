@@ -261,6 +261,12 @@ class MemorySink(Sink):
         with self._lock:
             return self._heads.get(run)
 
+    def heads(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+        """See ``Sink.heads``."""
+        Deadline(timeout_s)
+        with self._lock:
+            return sorted(self._heads)
+
     def swap_head(self, run: str, expected: bytes | None, new: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """See ``Sink.swap_head``. Forgets the run's publications beyond ``num_versions``."""
         check_run(run)

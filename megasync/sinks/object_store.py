@@ -272,6 +272,17 @@ class ObjectStoreSink(Sink):
         tags = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
         return bytes(found.bytes()), tags
 
+    def heads(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+        """See ``Sink.heads``."""
+        what = f"list the heads in {self.describe()}"
+        deadline = Deadline(timeout_s)
+        found: list[str] = []
+        with self._refusals(what):
+            for batch in self._obstore.list(self._store(timeout_s), _head_key("").rstrip("/"), chunk_size=1000):
+                found += [entry["path"].removeprefix(_head_key("")) for entry in batch]
+                deadline.check(what)
+        return sorted(run for run in found if run and "/" not in run)
+
     def swap_head(self, run: str, expected: bytes | None, new: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """See ``Sink.swap_head``. RetryError too where the swap met a head that equals ``new`` already."""
         check_run(run)

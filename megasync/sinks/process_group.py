@@ -76,11 +76,17 @@ class ProcessGroupSink(ForwardingSink):
             timeout_s: How long a rank tries to reach the keeping rank.
 
         Raises:
-            ValueError: The group cannot exchange CPU tensors, or ranks name different keeping ranks.
+            ValueError: This process is in no torch.distributed world, the group cannot exchange CPU tensors, or ranks name different keeping ranks.
             RankFailedError: On every rank: the keeping rank could not listen, or some could not reach it.
         """
         import torch.distributed as dist
 
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "a process group sink (pg://) keeps its objects in a torch.distributed world, and this process is in none: call "
+                "torch.distributed.init_process_group first, on every rank; from outside a world give pg://host:port and the "
+                "option 'secret'"
+            )
         backend = dist.get_backend_config(group)
         if "cpu" not in backend:
             raise ValueError(

@@ -160,7 +160,17 @@ def _inspect(a: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from megasync.tools.examine import examine
 
     with _sink(a) as sink:
-        return {"sink": sink.describe(), "runs": [examine(sink, run) for run in _runs(a, sink)]}, 0
+        runs, shown, whole = _runs(a, sink), list[dict[str, Any]](), True
+        for run in runs:
+            try:
+                shown.append(examine(sink, run))
+            except MegasyncError as e:
+                if len(runs) == 1:
+                    raise
+                # One damaged run must not hide the others.
+                shown.append({"run": run, "fault": f"{type(e).__name__}: {e}"})
+                whole = False
+        return {"sink": sink.describe(), "runs": shown}, 0 if whole else EXIT_FAULT
 
 
 def _verify(a: argparse.Namespace) -> tuple[dict[str, Any], int]:

@@ -100,7 +100,21 @@ def copy(listing: Listing, out: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a regular file to a new name, by the kernel where it can, else by reading and writing."""
+    """Copy a regular file to a new name, by the kernel where it can, else by reading and writing.
+
+    Raises:
+        OSError: Naming both files where the system names none.
+        FormatError: The source was cut meanwhile.
+    """
+    try:
+        _copy_file(source, target)
+    except OSError as e:
+        if e.filename is not None:
+            raise
+        raise OSError(e.errno, e.strerror, str(source), None, str(target)) from e
+
+
+def _copy_file(source: Path, target: Path) -> None:
     with source.open("rb") as a, target.open("xb") as b:
         size = os.fstat(a.fileno()).st_size
         b.truncate(size)
@@ -154,6 +168,7 @@ def made_whole(target: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: The target exists, or came to exist meanwhile.
+        OSError: Of the block, naming the target where the system names nothing, or a file in the folder that is gone then.
     """
     _refuse_existing(target)
     new_parents = [p for p in target.parents if not p.exists()]
@@ -174,12 +189,20 @@ def made_whole(target: Path) -> Iterator[Path]:
                         f"{target} came to exist meanwhile and was left as it is: give another --out"
                     ) from e
                 raise
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in new_parents:
             with contextlib.suppress(OSError):
                 parent.rmdir()
+        if isinstance(e, OSError) and e.errno and _is_unnamed(e, folder):
+            raise OSError(e.errno, f"{os.strerror(e.errno)}; nothing was kept", str(target)) from e
         raise
+
+
+def _is_unnamed(error: OSError, folder: Path) -> bool:
+    """Whether an error names no file, or one in a folder whose name means nothing to who gave the target."""
+    names = [str(n) for n in (error.filename, error.filename2) if n is not None]
+    return not names or any(n == str(folder) or n.startswith(f"{folder}{os.sep}") for n in names)
 
 
 def _refuse_existing(target: Path) -> None:

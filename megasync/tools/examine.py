@@ -12,7 +12,7 @@ import numpy as np
 from megasync.codecs.registry import codec_by_id
 from megasync.digest import state_lanes
 from megasync.errors import FormatError, MegasyncError
-from megasync.manifest import Manifest, manifest_key, root_of
+from megasync.manifest import Manifest, decode_head, manifest_key, root_of
 from megasync.schema import Schema
 from megasync.sinks.base import Sink
 from megasync.types import Entries, Lanes
@@ -23,9 +23,22 @@ _VERSION = re.compile(r"v\d{12}")
 
 
 def runs_of(sink: Sink) -> list[str]:
-    """Runs that have anything in a sink: one whose schema is gone is damaged, not absent."""
+    """Runs that have anything in a sink: one of which only the head is left is damaged, not absent.
+
+    A run that was claimed and never published is none.
+    """
     parts = (key.split("/") for key in sink.keys(""))
-    return sorted({p[0] for p in parts if len(p) > 2 and (p[1] in ("schema", "state") or _VERSION.fullmatch(p[1]))})
+    found = {p[0] for p in parts if len(p) > 2 and (p[1] in ("schema", "state") or _VERSION.fullmatch(p[1]))}
+    return sorted(found | {run for run in sink.heads() if run not in found and _was_published(sink, run)})
+
+
+def _was_published(sink: Sink, run: str) -> bool:
+    """Whether a head names a version, or may have done so before it was damaged."""
+    raw = sink.read_head(run)
+    try:
+        return raw is not None and decode_head(raw, run).version >= 0
+    except (MegasyncError, ValueError):
+        return True
 
 
 def examine(sink: Sink, run: str, *, key: bytes | None = None) -> dict[str, Any]:
@@ -85,7 +98,7 @@ class VerifyReport:
         faults: What is wrong; empty for a whole run.
         orphans: Keys that no head chain names (garbage of dead epochs), and what writers that were killed more than an hour
             ago left half-written; no fault.
-        complete: The chain starts at an anchor or a checkpoint.
+        complete: The chain leads back to an anchor or a checkpoint, and all that it names is there and whole.
     """
 
     run: str
@@ -114,7 +127,6 @@ def verify(sink: Sink, run: str, *, key: bytes | None = None) -> VerifyReport:
     except MegasyncError as e:
         report.faults.append(str(e))
         return report
-    report.complete = manifests[0].what != "delta"
     states: np.ndarray | None = None
     for m in manifests:
         report.versions.append(m.version)
@@ -125,6 +137,7 @@ def verify(sink: Sink, run: str, *, key: bytes | None = None) -> VerifyReport:
         _read_frames(reader, m, states, report)
     reached = {k for m in manifests for k in _keys_of(m)}
     report.orphans = [k for k in sink.keys(run) if k not in reached and "/v" in k] + sink.leftovers(run)
+    report.complete = manifests[0].what != "delta" and not report.faults
     return report
 
 

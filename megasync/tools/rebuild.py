@@ -1,12 +1,14 @@
 """``megasync apply``: rebuild a checkpoint of any version, streamed frame by frame.
 
-The base's bytes are copied once; each frame's words are then XORed into small writable maps of the copy. The result
-appears under its name only when every digest was compared. Memory is bounded by one frame.
+The base's bytes are copied once; each frame's words are then read from the copy, XORed and written back, in pieces. Nothing
+is mapped for writing: where a disk is full a map ends the process, a write says so. The result appears under its name only
+when every digest was compared. Memory is bounded by one frame.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,10 @@ from megasync.tools.diff import root_of_sums, state_sums
 from megasync.types import WORD_DTYPES, Entries, Lanes
 from megasync.versions.checkpoint import Checkpoint, StoredTensor, checkpoint_files, read_header
 from megasync.versions.publication import PublicationReader
+
+_PIECE_NBYTES = 4 << 20
+_GAP_NBYTES = 4096
+"""Words that are further apart are read and written on their own: what lies between them may be a hole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +166,7 @@ def _zero(out: Path, schema: Schema) -> None:
 
 
 class _Writer:
-    """XORs entries into safetensors files through small writable maps."""
+    """XORs entries into safetensors files."""
 
     def __init__(self, out: Path, schema: Schema) -> None:
         self._schema = schema
@@ -171,7 +177,6 @@ class _Writer:
     def xor(self, entries: Entries) -> None:
         """XOR the entries of one frame."""
         stops = np.cumsum(entries.counts, dtype=np.int64)
-        dtype = WORD_DTYPES[entries.word_nbytes]
         for a, b in runs_of_equal(entries.tensor_ids):
             tensor_id = int(entries.tensor_ids[a])
             span = slice(int(stops[a]) - int(entries.counts[a]), int(stops[b - 1]))
@@ -180,15 +185,44 @@ class _Writer:
             if not len(flat):
                 continue
             t = self._where[self._schema.tensors[tensor_id].name]
-            first, last = int(flat.min()), int(flat.max())
-            start = t.offset + first * dtype.itemsize
-            skip = start % mmap.ALLOCATIONGRANULARITY
-            with t.file.open("r+b") as f:
-                window = mmap.mmap(f.fileno(), skip + (last - first + 1) * dtype.itemsize, offset=start - skip)
-                words = np.ndarray((last - first + 1,), dtype, window, skip)
-                words[flat - first] ^= entries.values[span]
-                del words
-                window.close()
+            with t.file.open("r+b", buffering=0) as f:
+                for at, values in _pieces(flat, entries.values[span]):
+                    _xor_piece(f.fileno(), t.offset, at, values)
+
+
+def _pieces(flat: np.ndarray, values: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Positions and values in groups that lie close together, each to be read and written as one."""
+    size = values.itemsize
+    if (int(flat.max()) - int(flat.min())) * size <= max(_PIECE_NBYTES, 2 * values.nbytes):
+        yield flat, values
+        return
+    order = np.argsort(flat, kind="stable")
+    flat, values = flat[order], values[order]
+    place = flat * size
+    cuts = np.flatnonzero((np.diff(place) > _GAP_NBYTES) | (np.diff(place // _PIECE_NBYTES) != 0)) + 1
+    yield from zip(np.split(flat, cuts), np.split(values, cuts), strict=True)
+
+
+def _xor_piece(descriptor: int, offset: int, flat: np.ndarray, values: np.ndarray) -> None:
+    """XOR words of a tensor that begins at ``offset`` of a file."""
+    first = int(flat.min())
+    words = np.empty(int(flat.max()) - first + 1, WORD_DTYPES[values.itemsize])
+    view, start = words.view(np.uint8).data, offset + first * values.itemsize
+    _whole(os.preadv, descriptor, view, start)
+    words[flat - first] ^= values
+    _whole(os.pwritev, descriptor, view, start)
+
+
+def _whole(move: Callable[[int, list[memoryview], int], int], descriptor: int, view: memoryview, start: int) -> None:
+    """Read or write all of a view, in as many calls as the system takes."""
+    done = 0
+    while done < len(view):
+        moved = move(descriptor, [view[done:]], start + done)
+        if not moved:
+            raise FormatError(
+                f"a file of the new checkpoint ends at byte {start + done}: it was cut meanwhile; nothing was kept"
+            )
+        done += moved
 
 
 def _compare(schema: Schema, made: Checkpoint, wanted: Manifest) -> None:

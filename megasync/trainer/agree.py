@@ -78,7 +78,8 @@ def agree(
     me = rank_of(group)
     own: dict[int, str] = {}
     if isinstance(error, RankFailedError):
-        own = error.causes  # already agreed on at an inner step: pass on the first causes, not their retelling
+        # Agreed on at an inner step: pass on the first causes, not their retelling, where any rank is known.
+        own = error.causes or {ranks[me]: text_of(error)}
     elif error is not None:
         own = {ranks[me]: text_of(error)}
     data = msgspec.msgpack.encode(own) if own else b""

@@ -2,7 +2,8 @@
 
 The floor of agree.py, which is what other modules import. A gloo collective that fails says only that it failed; here
 every rank that waits long, or whose collective failed, leaves a sign in the group's store, so that all of them can name
-the ranks without one. Nothing is written while collectives are quick. Must import nothing of megasync but errors.
+the ranks without one. Nothing is written while collectives are quick. Where the process that held the store is gone, no
+rank can be named. Must import nothing of megasync but errors.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def _key(rank: int) -> str:
 
 
 def lost(group: ProcessGroup, what: str, timeout_s: float, error: RuntimeError) -> NoReturn:
-    """Raise for a collective that failed, naming the ranks that left no sign in the group's store.
+    """Raise for a collective that failed, naming the ranks that left no sign in the group's store; or the store itself, where
+    that is gone: who is silent is not known then.
 
     Raises:
         RankFailedError: Always.
@@ -106,13 +108,23 @@ def lost(group: ProcessGroup, what: str, timeout_s: float, error: RuntimeError) 
                 missing += some
             else:
                 stack += [some[: len(some) // 2], some[len(some) // 2 :]]
-    except (RuntimeError, AttributeError) as e:
-        error = RuntimeError(f"{error}; the group's store does not answer either: {e}")
+    except RuntimeError as e:
+        raise RankFailedError(what, {}, f"{store_gone(e)}. The collective itself: {text_of(error)}") from error
+    except AttributeError:
+        pass  # a group without a store: the collective's own words are all there is
     if missing:
         causes = {ranks[r]: f"did not answer within {timeout_s:g} s; see its own log" for r in missing}
     else:
         causes = {ranks[dist.get_rank(group)]: text_of(error)}
     raise RankFailedError(what, causes) from error
+
+
+def store_gone(error: RuntimeError) -> str:
+    """What is known when the store of a process group does not answer."""
+    return (
+        f"the store of torch.distributed does not answer ({text_of(error)}): the process that holds it, usually that of rank 0, "
+        "ended or cannot be reached, so that no rank can be named; look at its log first"
+    )
 
 
 def global_ranks(group: ProcessGroup | None) -> list[int]:

@@ -9,7 +9,8 @@ the rest to a thread of its own. Weights on a GPU are masked behind the next for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -90,11 +91,11 @@ class MegasyncCallback:
             isinstance(self.exporter, Exporter) or callable(self.exporter)
         ):
             raise TypeError(
-                f"MegasyncCallback got a {type(self.exporter).__name__} for its exporter: wrap the weights in one, "
+                f"MegasyncCallback got {type(self.exporter).__name__} for its exporter: wrap the weights in one, "
                 "TensorExporter.of_module(module) or MegatronExporter(chunks, names)"
             )
         if not hasattr(self.sink, "create"):
-            raise TypeError(f"MegasyncCallback got a {type(self.sink).__name__} for its sink: use open_sink(url)")
+            raise TypeError(f"MegasyncCallback got {type(self.sink).__name__} for its sink: use open_sink(url)")
         self.config = config_of(PublishConfig, self.config)
         self.base = None if self.base is None else Path(self.base)
         check_run(self.config.run)
@@ -154,7 +155,8 @@ class MegasyncCallback:
             publishing, groups.control, started.lineage, self.config.in_flight_limit, self.telemetry, self._settled
         )
         flights.start()
-        self._state = _State(exporter, groups, started, masker, hooks, flights, started.head.version + 1)
+        head = started.head.version
+        self._state = _State(exporter, groups, started, masker, hooks, flights, head + 1, head)
         if started.needs_anchor:
             self._state.next_version = 1
             flights.add(Flight(0, AnchorMasked(started.schema, started.snapshot), facts_of(self.facts), anchor=True))
@@ -191,7 +193,6 @@ class MegasyncCallback:
         try:
             self.flush()
         finally:
-            self._last_version = self.version
             self.close()
 
     def step_end(self, *, skipped: bool = False) -> int | None:
@@ -211,9 +212,12 @@ class MegasyncCallback:
             ReplicaDriftError: On every rank, when replicas differ (``check_replicas_every``).
 
         After the last three nothing is published any more, and each call raises again: start anew once it is mended.
+
+        An interrupt (``KeyboardInterrupt``) goes through, and loses no word: what a pass wrote into the snapshot without being
+        sent on its way is taken back at the next call, here or in ``flush``.
         """
         state = self._running()
-        self._refuse_again(state)
+        self._mend(state)
         state.steps += 1
         state.skipped += skipped
         state.unpublished |= not skipped or state.started.volatile
@@ -225,7 +229,7 @@ class MegasyncCallback:
     def flush(self) -> None:
         """Publish what changed since the last publication, if anything, and wait until all of it is durable."""
         state = self._running()
-        self._refuse_again(state)
+        self._mend(state)
         state.hooks.force()
         self._look(drain=True)
         if state.unpublished:
@@ -238,6 +242,7 @@ class MegasyncCallback:
     def close(self) -> None:
         """Stop the worker thread; versions still in flight are given up. Idempotent, local."""
         if self._state is not None:
+            self._last_version = self.version
             state, self._state = self._state, None
             state.hooks.close()
             state.masker.close()
@@ -245,8 +250,15 @@ class MegasyncCallback:
 
     @property
     def version(self) -> int:
-        """Newest version on its way or durable, after the end too; -1 before the start."""
-        return self._state.next_version - 1 if self._state is not None else self._last_version
+        """Newest version on its way or durable, after the end too; -1 before the start.
+
+        A version that was withdrawn is neither, though its number is not used again: after a ``SinkConflictError`` this is the
+        newest that this publisher made durable. The head's may be higher then, another publisher's.
+        """
+        if self._state is None:
+            return self._last_version
+        flights = self._state.flights.flights
+        return flights[-1].version if flights else self._state.durable
 
     def _publish(self, *, defer: bool = True) -> int | None:
         state, config = self._running(), self.config
@@ -254,6 +266,8 @@ class MegasyncCallback:
         if not self._look(room=config.when_full is WhenFull.WAIT):
             return None
         version = state.next_version
+        state.masker.newest = None
+        state.begun = version  # until it is in flight
         state.next_version += 1
         compare = bool(config.check_replicas_every) and version % config.check_replicas_every == 0
         # The same on every rank: all of them settle here, or none.
@@ -271,8 +285,9 @@ class MegasyncCallback:
         state.hooks.begun(late)
         if not state.checked_first:
             self._check_first(masked)
-        state.unpublished = False
         state.flights.add(Flight(version, masked, facts_of(self.facts)))
+        state.unpublished = False
+        state.begun = None
         return version
 
     def _mask(self, late: tuple[int, ...]) -> Masked:
@@ -292,7 +307,8 @@ class MegasyncCallback:
         except LookupError:
             return  # the version fails on its way, and the next one is the first
         if error is not None:
-            state.masker.undo([masked])
+            with self._or_refused(state):
+                state.masker.undo([masked])
             raise self._refused(error)
         state.checked_first = True
 
@@ -300,29 +316,53 @@ class MegasyncCallback:
         """Publish nothing any more: what is refused once would go out with the next step, or from a ``finally``."""
         state = self._running()
         state.refused = error
-        state.next_version -= 1  # the version that did not come to be
         return error
 
-    def _refuse_again(self, state: _State) -> None:
+    def _mend(self, state: _State) -> None:
+        """Take back what an interrupt left in the snapshot and in no version; raise again what was refused."""
         if state.refused is not None:
             raise state.refused
+        here = {id(f) for f in state.flights.flights}
+        gone = [f for f in state.looked_at if id(f) not in here]
+        lost = [f.masked for f in gone if f.masked is not None]
+        state.durable = max([state.durable, *(f.version for f in gone if f.outcome is not None and f.outcome.durable)])
+        if state.begun is not None and all(f.version != state.begun for f in state.flights.flights):
+            state.next_version = state.begun  # it did not come to be
+            if state.masker.newest is not None:
+                lost.append(state.masker.newest)
+        if lost:
+            state.unpublished = True
+            with self._or_refused(state):
+                state.masker.undo(lost[::-1])
+        state.looked_at, state.begun = [], None
+
+    @contextmanager
+    def _or_refused(self, state: _State) -> Iterator[None]:
+        """Around an undo: where that fails the snapshot is no version any more, and nothing can be published."""
+        try:
+            yield
+        except Exception as e:
+            state.refused = e
+            raise
 
     def _look(self, *, room: bool = False, drain: bool = False, final: bool = False) -> bool:
         """Settle what is settled, withdraw what failed; False where the in-flight limit says to skip this step."""
         state = self._running()
+        state.looked_at = list(state.flights.flights)  # until those that are lost are undone
         with self.telemetry.span("wait"):
             outcomes, lost = state.flights.settle(room, drain, (state.steps, state.skipped))
         self.outcomes += outcomes
-        if any(o.durable for o in outcomes):
-            state.failures = 0
+        if durable := [o.version for o in outcomes if o.durable]:
+            state.failures, state.durable = 0, durable[-1]
         if lost:
-            together(
-                state.control,
-                "withdrawing versions",
-                self.config.timeout_s,
-                lambda: state.masker.undo([f.masked for f in lost if f.masked is not None]),
-            )
             state.unpublished = True
+            with self._or_refused(state):
+                together(
+                    state.control,
+                    "withdrawing versions",
+                    self.config.timeout_s,
+                    lambda: state.masker.undo([f.masked for f in lost if f.masked is not None]),
+                )
             state.failures += 1
             failed = next(o for o in outcomes if not o.durable)
             log.warning("megasync: %s withdrawn: %s", [f.version for f in lost], failed.error)
@@ -336,6 +376,7 @@ class MegasyncCallback:
                 or state.failures > self.config.max_failures
             ):
                 raise error_of(failed, self.config.run)
+        state.looked_at = []
         return len(state.flights.flights) < self.config.in_flight_limit
 
     def _settled(self, outcome: Outcome) -> None:
@@ -355,6 +396,12 @@ class MegasyncCallback:
 
 @dataclass
 class _State:
+    """A run between start and end.
+
+    ``begun`` is a version whose pass may have begun and that is not in flight yet, ``looked_at`` versions that may have left
+    the queue and not be withdrawn yet: what an interrupt leaves behind is found by them.
+    """
+
     exporter: Exporter
     groups: Groups
     started: Started
@@ -362,12 +409,15 @@ class _State:
     hooks: StepHooks
     flights: InFlight
     next_version: int
+    durable: int
     steps: int = 0
     skipped: int = 0
     failures: int = 0
     unpublished: bool = False
     checked_first: bool = False
     refused: Exception | None = None
+    begun: int | None = None
+    looked_at: list[Flight] = field(default_factory=list)
 
     @property
     def control(self) -> ProcessGroup | None:

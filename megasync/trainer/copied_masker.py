@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from threading import Event
 
 import torch
 
@@ -23,15 +22,14 @@ from megasync.schema import Schema
 from megasync.telemetry import Telemetry
 from megasync.trainer.device_arena import host_arena
 from megasync.trainer.device_plan import LANDING_ALIGN, VolatileCopy, buffered, landed_nbytes, landing_spans
-from megasync.trainer.device_stream import Mark
+from megasync.trainer.device_stream import Done, Mark
 from megasync.trainer.mask import mask_regions
-from megasync.trainer.masker import Masked
 from megasync.trainer.regions import Region
 from megasync.trainer.side_masker import SideMasker, SidePass
 from megasync.trainer.snapshot import SAME_SIZE, Snapshot
 from megasync.types import Entries
 from megasync.versions.changes import MaskedFrame
-from megasync.versions.encode import encode, entries_of
+from megasync.versions.encode import encode
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class CopiedPass(SidePass):
     def __init__(self, schema: Schema, chunks: Collection[int], late: Collection[int]) -> None:
         super().__init__(schema, chunks, late)
         self.num_uncopied = len(chunks)
-        self.lands = False  # whether it has the memory that copies come down to
+        self.landed = Done()  # nothing of it reads or writes the memory that copies come down to
         self.frames: list[MaskedFrame] = []  # compared, and in the snapshot
 
     def encode_with(self, codec: str, algorithm: int) -> None:
@@ -62,11 +60,7 @@ class CopiedPass(SidePass):
         """Whether there are frames in wire form."""
         return self._delta.done() and self._delta.exception() is None
 
-    def entries(self) -> Iterator[Entries]:
-        """See ``Masked.entries``."""
-        if self._delta.exception() is None:
-            yield from entries_of(self._schema, self._delta.result())
-            return
+    def _unencoded(self) -> Iterator[Entries]:
         for frame in self.frames:
             yield frame.entries
 
@@ -109,7 +103,7 @@ class CopiedMasker(SideMasker[CopiedPass]):
         telemetry: Telemetry,
         num_threads: int = 4,
     ) -> None:
-        self._snapshot, self._codec, self._algorithm = snapshot, codec, algorithm
+        self._codec, self._algorithm = codec, algorithm
         copies: list[VolatileCopy] = []
         self._packs: dict[int, list[VolatileCopy]] = defaultdict(list)
         self._runs: dict[int, list[_Run]] = defaultdict(list)
@@ -137,16 +131,9 @@ class CopiedMasker(SideMasker[CopiedPass]):
         # The same words kept, beside live ones that the CPU can read.
         self._landed = Snapshot(schema, regions, lambda nbytes: snapshot.arena)
         _ = self._landed.host_units  # made here, not by several threads of the first pass at once
-        self._landing_free = Event()
-        self._landing_free.set()
+        self._landing: CopiedPass | None = None  # whose copies were the last to come down
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-compare")
-        super().__init__(schema, sorted(self._runs), copies, device, telemetry)
-
-    def undo(self, passes: Iterable[Masked]) -> None:
-        """See ``Masker.undo``; done when it returns."""
-        for one in passes:
-            for entries in one.entries():
-                self._snapshot.xor_(entries)
+        super().__init__(schema, snapshot, sorted(self._runs), copies, device, telemetry)
 
     def close(self) -> None:
         """See ``SideMasker.close``."""
@@ -158,11 +145,8 @@ class CopiedMasker(SideMasker[CopiedPass]):
 
     def _begin_chunk(self, masked: CopiedPass, chunk: int, start: Mark) -> None:
         """Queues the chunk's copies at once: what the trainer launches next would stand before them in the one queue."""
-        if not masked.lands:
-            with self._telemetry.span("compare_wait"):
-                self._landing_free.wait()  # until the pass before is compared
-            self._landing_free.clear()
-            masked.lands = True
+        if self._landing is not masked:
+            self._take_landing(masked)
         with self._side.current():
             try:
                 start.hold()
@@ -176,6 +160,13 @@ class CopiedMasker(SideMasker[CopiedPass]):
         if masked.num_uncopied <= 0:
             masked.issue()
         super()._begin_chunk(masked, chunk, start)
+
+    def _take_landing(self, masked: CopiedPass) -> None:
+        """Waits until the pass before is compared, or ended: each is, whatever becomes of the trainer's thread."""
+        with self._telemetry.span("compare_wait"):
+            if self._landing is not None:
+                self._landing.landed.wait()
+            self._landing = masked
 
     def _copy_down(self, chunk: int) -> None:
         for pack in self._packs[chunk]:  # before all copies: kernels wait for nothing then
@@ -200,13 +191,8 @@ class CopiedMasker(SideMasker[CopiedPass]):
                         masked.frames.append(frame)  # one by one: what was found before an error is in the snapshot
         except BaseException as e:
             masked.error = masked.error or e
-        self._landing_free.set()
+        masked.landed.say()
         self._encoder.submit(self._encode, masked)
-
-    def _give_up(self, masked: CopiedPass) -> None:
-        if masked.lands:
-            self._side.synchronize()
-            self._landing_free.set()
 
     def _encode(self, masked: CopiedPass) -> None:
         with self._telemetry.span("codec"):

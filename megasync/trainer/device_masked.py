@@ -20,7 +20,6 @@ from megasync.trainer.device_frames import RawPlanes, Strip, cut, encode_raw
 from megasync.trainer.device_plan import Compaction
 from megasync.trainer.side_masker import SidePass
 from megasync.types import Entries
-from megasync.versions.encode import entries_of
 
 
 @dataclass
@@ -82,14 +81,14 @@ class DeviceMasked(SidePass):
             raws = [x.raw() for x in self.landed]
             self._delta.set_result(encode_raw(self._schema, raws, codec, algorithm, num_threads=num_threads, pool=pool))
         except BaseException as e:
-            self._keep_entries()
+            try:
+                self._keep_entries()
+            except BaseException as lost:
+                self.unknown = self.unknown or lost
             self._delta.set_exception(e)
         self.landed.clear()
 
-    def entries(self) -> Iterator[Entries]:
-        """See ``Masked.entries``."""
-        if self._delta.exception() is None:
-            yield from entries_of(self._schema, self._delta.result())
+    def _unencoded(self) -> Iterator[Entries]:
         yield from self._broken
 
     def _keep_entries(self) -> None:

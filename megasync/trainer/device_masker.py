@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -30,7 +30,7 @@ from megasync.trainer.device_plan import (
 )
 from megasync.trainer.device_snapshot import one_queue
 from megasync.trainer.device_stream import Mark
-from megasync.trainer.masker import HostMasker, Masked, Masker
+from megasync.trainer.masker import HostMasker, Masker
 from megasync.trainer.side_masker import SideMasker
 from megasync.trainer.snapshot import Snapshot
 
@@ -69,7 +69,7 @@ class DeviceMasker(SideMasker[DeviceMasked]):
         num_threads: int = 4,
         landing: int | None = None,
     ) -> None:
-        self._snapshot, self._codec, self._algorithm = snapshot, codec, algorithm
+        self._codec, self._algorithm = codec, algorithm
         self._compactions, copies = plan_compactions(schema, snapshot, device)
         size = landing_nbytes(snapshot.nbytes) if landing is None else landing
         self._landings = Landings(NUM_LANDINGS, size, device)
@@ -77,19 +77,10 @@ class DeviceMasker(SideMasker[DeviceMasked]):
         self._held_nbytes = 0
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-codec")
-        super().__init__(schema, sorted({c.chunk for c in self._compactions}), copies, device, telemetry)
+        super().__init__(schema, snapshot, sorted({c.chunk for c in self._compactions}), copies, device, telemetry)
 
     def _new_pass(self, late: Collection[int]) -> DeviceMasked:
         return DeviceMasked(self._schema, self._chunks, late)
-
-    def undo(self, passes: Iterable[Masked]) -> None:
-        """See ``Masker.undo``. *Stream*: the mask's; done when it returns."""
-        with self._side.current():
-            self._side.synchronize()
-            for one in passes:
-                for entries in one.entries():
-                    self._snapshot.xor_(entries)
-            self._side.synchronize()
 
     def close(self) -> None:
         """See ``SideMasker.close``."""
@@ -100,10 +91,10 @@ class DeviceMasker(SideMasker[DeviceMasked]):
         self._landings.close()
 
     def _read_chunk(self, masked: DeviceMasked, chunk: int, start: Mark) -> None:
-        if masked.landing is None:
-            masked.landing = self._landings.take()
         if masked.error is not None:
             return
+        if masked.landing is None:
+            masked.landing = self._landings.take()
         mine = [c for c in self._compactions if c.chunk == chunk]
         landed = []
         for compaction in mine:
@@ -125,13 +116,17 @@ class DeviceMasker(SideMasker[DeviceMasked]):
             self._held.append((landed[part.job], part))
             self._held_nbytes += part.planes.entries.numel() + part.planes.dense.numel()
             if self._held_nbytes > HELD_NBYTES:
-                self._bring_down(masked.landing)
+                self._bring_down(masked, masked.landing)
 
-    def _bring_down(self, landing: Landing) -> None:
+    def _bring_down(self, masked: DeviceMasked, landing: Landing) -> None:
         """Queue copies of the planes held so far; the stream they were made on keeps them until then."""
-        while self._held:
-            landed, part = self._held.popleft()
-            landed.bring_down(part.span.segments, part.planes, landing)
+        try:
+            while self._held:
+                landed, part = self._held.popleft()
+                landed.bring_down(part.span.segments, part.planes, landing)
+        except BaseException as e:
+            masked.unknown = masked.unknown or e  # the snapshot has them
+            raise
         self._held_nbytes = 0
 
     def _finish(self, masked: DeviceMasked) -> None:
@@ -140,12 +135,12 @@ class DeviceMasker(SideMasker[DeviceMasked]):
         with self._telemetry.span("landing"):
             try:
                 if masked.landing is not None:
-                    self._bring_down(masked.landing)
+                    self._bring_down(masked, masked.landing)
                 for landed in masked.landed:
                     landed.lanes.copy_(landed.compaction.lanes, non_blocking=True)
                 Mark(self._device).wait()
             except BaseException as e:
-                masked.error = masked.error or e
+                masked.error, masked.unknown = masked.error or e, masked.unknown or e
         self._held.clear()
         self._encoder.submit(self._encode, masked)
 

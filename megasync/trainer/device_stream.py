@@ -1,15 +1,18 @@
 """Streams and marks of a device, and their stand-ins on the CPU, where work is done when a call returns.
 
-So the mask stage has one text for both. Must import nothing of megasync.
+So the mask stage has one text for both. And ``Done``, which the trainer's thread waits for. Must import nothing of megasync.
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 
 import torch
+
+_LOOK_AGAIN_S = 0.05
 
 
 class Mark:
@@ -47,6 +50,28 @@ class Mark:
         if self._event is not None and earlier._event is not None:
             return float(earlier._event.elapsed_time(self._event)) / 1e3
         return self._at - earlier._at
+
+
+class Done:
+    """Said once by a thread, waited for by one that may be interrupted at any instruction.
+
+    An interrupt inside ``threading.Event.wait`` can leave its lock taken, and ``set`` would wait for ever; here none is.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def say(self) -> None:
+        """It is done."""
+        self._said = True
+        self._wake.put(None)
+
+    def wait(self) -> None:
+        """Wait until it is."""
+        while not self._said:
+            with suppress(queue.Empty):  # another took the wake-up call
+                self._wake.get(timeout=_LOOK_AGAIN_S)
 
 
 class SideStream:

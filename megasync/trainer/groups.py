@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megasync.config import GatherKind, PublishConfig
 from megasync.errors import RankFailedError
+from megasync.trainer.agree_wait import store_gone
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,9 +89,7 @@ def _roll_call(timeout_s: float) -> None:
             [] if store.check([f"{prefix}/all"]) else [r for r in range(num) if not store.check([f"{prefix}/{r}"])]
         )
     except RuntimeError as e:
-        raise RankFailedError(
-            "starting a publisher", {0: f"the store of the process group does not answer: {e}"}
-        ) from e
+        raise RankFailedError("starting a publisher", {}, store_gone(e)) from e
     if missing:
         why = f"did not come to the start within {timeout_s:g} s: on_train_start() must be called on every rank"
         raise RankFailedError("starting a publisher", dict.fromkeys(missing, f"{why}; see its own log"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from megasync.schema import Schema
 from megasync.trainer.mask import anchor_frames, mask_regions
@@ -19,7 +20,15 @@ from megasync.versions.encode import EncodedDelta, encode, entries_of
 
 
 class Masked(ABC):
-    """What one pass found. Kept until its version is durable or withdrawn."""
+    """What one pass found. Kept until its version is durable or withdrawn.
+
+    Attributes:
+        undo_begun: Words of it were XORed back out of the snapshot.
+        undone: All of them were.
+    """
+
+    undo_begun = False
+    undone = False
 
     @abstractmethod
     def changed_nbytes(self) -> int:
@@ -43,18 +52,28 @@ class Masked(ABC):
 
     @abstractmethod
     def entries(self) -> Iterator[Entries]:
-        """The changed words that the pass wrote into the snapshot, encoded or not: XOR them in again to undo it."""
+        """The changed words that the pass wrote into the snapshot, encoded or not: XOR them in again to undo it.
+
+        Raises:
+            RuntimeError: They are not known: the snapshot cannot be put back.
+        """
 
 
 class Masker(ABC):
     """Finds what changed in the owned tiles since the last pass, and advances the snapshot.
 
+    An interrupt (``KeyboardInterrupt``) may end ``begin``, or its caller, at any instruction: what a pass writes into the
+    snapshot it writes on another thread than the caller's, and it can be undone exactly whatever became of the caller.
+
     Attributes:
         can_defer: Whether a pass may read live weights after ``begin`` has returned. Only then do late chunks and the
             fence mean anything.
+        newest: The pass of the last ``begin``, also where that was interrupted. Whoever calls ``begin`` sets it to None
+            before, so that after an interrupt there is no doubt whose pass it is.
     """
 
     can_defer: bool = False
+    newest: Masked | None = None
 
     @abstractmethod
     def begin(self, late: Collection[int] = ()) -> Masked:
@@ -78,7 +97,14 @@ class Masker(ABC):
 
     @abstractmethod
     def undo(self, passes: Iterable[Masked]) -> None:
-        """XOR passes back out of the snapshot, in the order given (newest first)."""
+        """XOR passes back out of the snapshot, in the order given (newest first); done when it returns.
+
+        A pass whose chunks have not all begun ends here. After an interrupt it may be called again with the same passes: each
+        is taken back once.
+
+        Raises:
+            RuntimeError: The words of a pass are not known: the snapshot is of no use any more.
+        """
 
     def close(self) -> None:  # noqa: B027
         """End; a pass that still runs fails. Idempotent."""
@@ -89,14 +115,18 @@ class HostMasked(Masked):
 
     Args:
         schema: The run's schema.
-        frames: What it found.
-        error: What ended it early.
+        frames: What it found, filled by its masker.
     """
 
-    def __init__(self, schema: Schema, frames: list[MaskedFrame], error: Exception | None) -> None:
-        self._schema, self._error = schema, error
+    def __init__(self, schema: Schema, frames: list[MaskedFrame]) -> None:
+        self._schema = schema
+        self._error: Exception | None = None
         self._frames: list[MaskedFrame] | None = frames
         self._delta: EncodedDelta | None = None
+
+    def fail(self, error: Exception) -> None:
+        """What ended it early."""
+        self._error = error
 
     def changed_nbytes(self) -> int:
         """See ``Masked.changed_nbytes``."""
@@ -178,20 +208,48 @@ class HostMasker(Masker):
 
     def __init__(self, schema: Schema, snapshot: Snapshot) -> None:
         self._schema, self._snapshot = schema, snapshot
+        # An interrupt of the caller cannot break off here between a write to the snapshot and the note of it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megasync-mask")
 
     def begin(self, late: Collection[int] = ()) -> Masked:
         """See ``Masker.begin``; ``late`` must be empty."""
         frames: list[MaskedFrame] = []
-        error: Exception | None = None
+        self.newest = masked = HostMasked(self._schema, frames)
+        self._thread.submit(self._mask, masked, frames).result()
+        return masked
+
+    def _mask(self, masked: HostMasked, frames: list[MaskedFrame]) -> None:
         try:
             for frame in mask_regions(self._schema, self._snapshot):
                 frames.append(frame)  # one by one: what was found before an error is in the snapshot
         except Exception as e:
-            error = e
-        return HostMasked(self._schema, frames, error)
+            masked.fail(e)
 
     def undo(self, passes: Iterable[Masked]) -> None:
-        """See ``Masker.undo``; done when it returns."""
-        for one in passes:
-            for entries in one.entries():
-                self._snapshot.xor_(entries)
+        """See ``Masker.undo``."""
+        self._thread.submit(take_back, self._snapshot, list(passes)).result()
+
+    def close(self) -> None:
+        """See ``Masker.close``."""
+        self._thread.shutdown(wait=True)
+
+
+def take_back(snapshot: Snapshot, passes: Iterable[Masked]) -> None:
+    """XOR the words of passes back out of the snapshot, each pass once; on a thread that no interrupt breaks off.
+
+    Args:
+        snapshot: Written.
+        passes: Over; newest first.
+
+    Raises:
+        RuntimeError: The words of a pass are not known, or taking them back broke off before.
+    """
+    for one in passes:
+        if one.undone:
+            continue
+        if one.undo_begun:
+            raise RuntimeError("an earlier withdrawal of the same pass broke off: the snapshot is no version any more")
+        for entries in one.entries():
+            one.undo_begun = True
+            snapshot.xor_(entries)
+        one.undone = True

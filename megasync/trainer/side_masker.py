@@ -8,25 +8,25 @@ an adapter.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from threading import Event
-from typing import Generic, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar, cast
 
 import torch
 
 from megasync.schema import Schema
 from megasync.telemetry import Telemetry
 from megasync.trainer.device_plan import VolatileCopy
-from megasync.trainer.device_stream import Mark, SideStream
-from megasync.trainer.masker import Masked, Masker
-from megasync.versions.encode import EncodedDelta
+from megasync.trainer.device_stream import Done, Mark, SideStream
+from megasync.trainer.masker import Masked, Masker, take_back
+from megasync.trainer.snapshot import Snapshot
+from megasync.types import Entries
+from megasync.versions.encode import EncodedDelta, entries_of
 
 log = logging.getLogger(__name__)
 
@@ -46,28 +46,23 @@ class SidePass(Masked):
     def __init__(self, schema: Schema, chunks: Collection[int], late: Collection[int]) -> None:
         self._schema = schema
         self.num_left = len(chunks)
+        self.finished = False  # on the mask's thread
         self.waiting = set(late)
         self.error: BaseException | None = None
+        self.unknown: BaseException | None = None  # why the snapshot may have words of it that it cannot name
         self.begun: Mark | None = None
         self.read: Mark | None = None  # after the last read of live weights that is queued so far
-        self._issued = Event()
+        self._issued = Done()
         self._delta: Future[EncodedDelta] = Future()
 
     def issue(self) -> None:
         """Every read of live weights is queued; ``read`` is when the last is done."""
-        self._issued.set()
+        self._issued.say()
 
     def wait_issued(self) -> Mark | None:
         """Wait until the last read is queued, and give its mark."""
         self._issued.wait()
         return self.read
-
-    def fail(self, error: BaseException) -> None:
-        """The pass never ran, or nobody encodes it."""
-        self.error = self.error or error
-        self._issued.set()
-        with contextlib.suppress(InvalidStateError):  # the encoder was faster
-            self._delta.set_exception(self.error)
 
     def changed_nbytes(self) -> int:
         """See ``Masked.changed_nbytes``."""
@@ -75,7 +70,29 @@ class SidePass(Masked):
 
     def encode(self, codec: str, algorithm: int) -> EncodedDelta:
         """See ``Masked.encode``: it was begun when the words came down, with the codec and algorithm of the run."""
+        error = self._delta.exception()
+        if error is not None and not isinstance(error, Exception):
+            # Of another thread than the publisher's, which goes on: the version fails and is withdrawn.
+            raise RuntimeError(f"the mask pass was interrupted ({type(error).__name__})") from error
         return self._delta.result()
+
+    def wait(self) -> None:
+        """Wait until it is encoded, or failed."""
+        self._delta.exception()
+
+    def entries(self) -> Iterator[Entries]:
+        """See ``Masked.entries``; waits for the pass."""
+        error = self._delta.exception()
+        if self.unknown is not None:
+            raise RuntimeError(
+                "the snapshot cannot be put back, since words that a pass wrote into it were lost "
+                f"({type(self.unknown).__name__}: {self.unknown}): start anew, which reads it from the head"
+            ) from self.unknown
+        yield from entries_of(self._schema, self._delta.result()) if error is None else self._unencoded()
+
+    @abstractmethod
+    def _unencoded(self) -> Iterator[Entries]:
+        """The words of a pass that failed."""
 
 
 P = TypeVar("P", bound=SidePass)
@@ -86,6 +103,7 @@ class SideMasker(Masker, Generic[P]):
 
     Args:
         schema: The run's schema.
+        snapshot: Seeded.
         chunks: Model chunks with weights that this rank owns, ascending.
         copies: Buffers that take the place of volatile weights, filled at every step end on the compute stream.
         device: Where the live weights are.
@@ -97,15 +115,17 @@ class SideMasker(Masker, Generic[P]):
     def __init__(
         self,
         schema: Schema,
+        snapshot: Snapshot,
         chunks: Sequence[int],
         copies: Sequence[VolatileCopy],
         device: torch.device,
         telemetry: Telemetry,
     ) -> None:
-        self._schema, self._chunks, self._copies = schema, list(chunks), copies
+        self._schema, self._snapshot, self._chunks, self._copies = schema, snapshot, list(chunks), copies
         self._device, self._telemetry = device, telemetry
         self._side = SideStream(device)
-        self._jobs: queue.SimpleQueue[tuple[P, int, Mark] | None] = queue.SimpleQueue()
+        # A chunk whose weights are current from a mark on; no mark: the pass is given up.
+        self._jobs: queue.SimpleQueue[tuple[P, int, Mark | None] | None] = queue.SimpleQueue()
         self._running: P | None = None
         self._times: deque[tuple[str, Mark, Mark]] = deque()
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="megasync-encode")
@@ -123,37 +143,42 @@ class SideMasker(Masker, Generic[P]):
 
     @abstractmethod
     def _finish(self, masked: P) -> None:
-        """Every chunk was read, or failed: let the fence pass, and see to the encoding; on the mask's thread."""
+        """Every chunk was read, or the pass failed: let the fence pass, and see to the encoding; once, on the mask's thread."""
 
     def begin(self, late: Collection[int] = ()) -> Masked:
         """See ``Masker.begin``. *Stream*: the current one is the compute stream; volatile weights are copied on it."""
         self.fence()  # of a pass that no optimizer step has followed: its volatile copies are about to be overwritten
         self.collect_times()
         masked = self._new_pass(late)
-        if self._copies:
-            before = Mark(self._device)
-            for copy in self._copies:
-                copy.buffer.copy_(copy.live, non_blocking=True)
-            self._times.append(("held", before, Mark(self._device)))
-        self._running = masked
-        start = Mark(self._device)
         chunks = [c for c in self._chunks if c not in masked.waiting] if self._chunks else [_NO_CHUNK]
-        for chunk in chunks:
-            self._begin_now(masked, chunk, start)
+        self._start(masked, chunks, self._copies)
         return masked
 
-    def _begin_now(self, masked: P, chunk: int, start: Mark) -> None:
-        """Begin a chunk; a pass that is interrupted there ends, so that neither the fence nor closing waits for it."""
+    def _start(self, masked: P, chunks: Sequence[int], copies: Sequence[VolatileCopy] = ()) -> None:
+        """Begin chunks of a pass. What goes wrong or is interrupted here ends the pass; only interrupts go through."""
         try:
-            self._begin_chunk(masked, chunk, start)
+            self._running = self.newest = masked
+            masked.waiting.difference_update(chunks)
+            start = Mark(self._device)
+            if copies:
+                for copy in copies:
+                    copy.buffer.copy_(copy.live, non_blocking=True)
+                before, start = start, Mark(self._device)
+                self._times.append(("held", before, start))
+            for chunk in chunks:
+                if chunk in self._chunks or chunk == _NO_CHUNK:
+                    self._begin_chunk(masked, chunk, start)
         except BaseException as e:
-            masked.waiting.clear()
-            masked.fail(e)
-            self._give_up(masked)
-            raise
+            self._give_up(masked, e)
+            if not isinstance(e, Exception):
+                raise
+            log.exception("megasync: a mask pass could not begin")
 
-    def _give_up(self, masked: P) -> None:
-        """A pass was interrupted before all of its chunks had begun: nobody finishes it."""
+    def _give_up(self, masked: P, error: BaseException) -> None:
+        """The pass ends behind the chunks that have begun: neither the fence nor closing waits for the others."""
+        masked.error = masked.error or error
+        self._jobs.put((masked, _NO_CHUNK, None))
+        masked.waiting.clear()  # last: while any are left the fence ends the pass itself
 
     def _begin_chunk(self, masked: P, chunk: int, start: Mark) -> None:
         """A chunk's weights are current from ``start`` on; on the trainer's thread."""
@@ -164,9 +189,7 @@ class SideMasker(Masker, Generic[P]):
         masked = self._running
         if masked is None or chunk not in masked.waiting:
             return
-        masked.waiting.remove(chunk)
-        if chunk in self._chunks:
-            self._begin_now(masked, chunk, Mark(self._device))
+        self._start(masked, [chunk])
 
     def start_rest(self) -> None:
         """See ``Masker.start_rest``."""
@@ -176,18 +199,36 @@ class SideMasker(Masker, Generic[P]):
     def fence(self) -> None:
         """See ``Masker.fence``. The host waits until the last read is queued, the compute stream until it is done.
 
-        Every late chunk must have begun.
+        A pass of which late chunks have not begun fails here: what they hold is about to change.
         """
         masked = self._running
         if masked is None:
             return
-        assert not masked.waiting, f"chunks {sorted(masked.waiting)} have not begun: start_rest comes before the fence"
-        self._running = None
+        if masked.waiting:
+            chunks = sorted(masked.waiting)
+            self._give_up(masked, RuntimeError(f"chunks {chunks} have not begun: start_rest comes before the fence"))
         before = Mark(self._device)
         read = masked.wait_issued()
         if read is not None:
             read.hold()
         self._times.append(("held", before, Mark(self._device)))
+        self._running = None  # last: a fence that was interrupted holds when it is called again
+
+    def undo(self, passes: Iterable[Masked]) -> None:
+        """See ``Masker.undo``. *Stream*: the mask's."""
+        passes = list(passes)
+        for one in passes:
+            if isinstance(one, SidePass):
+                if one.waiting:
+                    self._give_up(cast("P", one), RuntimeError("it was withdrawn before every model chunk was read"))
+                one.wait()  # here: the thread that takes them back is the one that encodes them
+        self._encoder.submit(self._take_back, passes).result()
+
+    def _take_back(self, passes: list[Masked]) -> None:
+        with self._side.current():
+            self._side.synchronize()
+            take_back(self._snapshot, passes)
+            self._side.synchronize()
 
     def close(self) -> None:
         """See ``Masker.close``. Waits until the device has left the snapshot alone."""
@@ -196,7 +237,7 @@ class SideMasker(Masker, Generic[P]):
         self._closed = True
         self._let_go()
         if self._running is not None and self._running.waiting:
-            self._running.fail(RuntimeError("the publisher was closed before every model chunk was read"))
+            self._give_up(self._running, RuntimeError("the publisher was closed before every model chunk was read"))
         self._jobs.put(None)
         self._thread.join(_CLOSE_S)
         self._encoder.shutdown(wait=True)
@@ -217,14 +258,21 @@ class SideMasker(Masker, Generic[P]):
         with self._side.current():
             while (job := self._jobs.get()) is not None:
                 masked, chunk, start = job
-                try:
-                    self._read_chunk(masked, chunk, start)
-                except BaseException as e:
-                    masked.error = masked.error or e
-                    log.exception("megasync: masking model chunk %d failed", chunk)
-                masked.num_left -= 1
-                if masked.num_left <= 0:
+                if start is None:
+                    masked.num_left = 0
+                else:
+                    self._read(masked, chunk, start)
+                if masked.num_left <= 0 and not masked.finished:
+                    masked.finished = True
                     self._finish(masked)
+
+    def _read(self, masked: P, chunk: int, start: Mark) -> None:
+        try:
+            self._read_chunk(masked, chunk, start)
+        except BaseException as e:
+            masked.error = masked.error or e
+            log.exception("megasync: masking model chunk %d failed", chunk)
+        masked.num_left -= 1
 
     def _mark_read(self, masked: P) -> None:
         """Let the fence pass; where an error came, behind whatever was queued before it."""

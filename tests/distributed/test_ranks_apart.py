@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from megasync.adapters.torch_trainer import TensorExporter
 from megasync.config import PublishConfig
 from megasync.errors import RankFailedError
 from megasync.sinks.local import LocalSink
+from megasync.trainer.agree import agree
 from megasync.trainer.callback import MegasyncCallback
 from tests.distributed.harness import collect_ranks, preload, run_ranks
 
@@ -143,3 +147,48 @@ def test_case_68_starts_give_back_their_groups_and_threads(tmp_path: Path) -> No
     for before, after, version in run_ranks(_many_starts, 2, tmp_path, str(tmp_path / "sink")):
         assert after <= before
         assert version == 3
+
+
+def _store_dies(rank: int, world_size: int, folder: str) -> str:
+    """Rank 0 holds the store and is killed between two step ends."""
+    meeting = dist.FileStore(f"{folder}/meeting", world_size)
+    store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False) if rank == 0 else None
+    if store is not None:
+        meeting.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), world_size, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    callback, tensors = _callback(f"{folder}/sink", timeout_s=5)
+    callback.on_train_start()
+    callback.flush()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def train() -> None:
+        for step in range(20):
+            tensors["a"][step] += 1
+            callback.step_end()
+        callback.flush()
+
+    with pytest.raises(RankFailedError) as caught:
+        train()
+    assert caught.value.causes == {}
+    callback.close()
+    return str(caught.value)
+
+
+def test_where_the_store_is_gone_no_rank_is_named_but_the_store(tmp_path: Path) -> None:
+    dead, *others = collect_ranks(_store_dies, 3, tmp_path, str(tmp_path), backend="")
+    assert "exit code -9" in dead.error
+    for outcome in others:
+        assert outcome.error == ""
+        assert "failed: the store of torch.distributed does not answer" in outcome.value
+        assert "usually that of rank 0" in outcome.value
+        assert "on 1 rank(s)" not in outcome.value
+
+
+def test_an_error_that_names_no_rank_is_passed_on_all_the_same() -> None:
+    with pytest.raises(
+        RankFailedError, match=r"an outer step failed on 1 rank.*the inner one failed: the store is gone"
+    ):
+        agree(None, RankFailedError("the inner one", {}, "the store is gone"), "an outer step")

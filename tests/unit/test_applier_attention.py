@@ -11,7 +11,14 @@ import torch
 
 from megasync.adapters.torch_module import TorchModuleEngine
 from megasync.config import ApplyConfig
-from megasync.errors import BaseMismatchError, MegasyncError, RetryError, TaintedError, UndoneError
+from megasync.errors import (
+    BaseMismatchError,
+    LiveMismatchError,
+    MegasyncError,
+    RetryError,
+    TaintedError,
+    UndoneError,
+)
 from megasync.receiver.applier import Applier
 from megasync.sinks.local import LocalSink
 from megasync.sinks.memory import MemorySink
@@ -190,7 +197,53 @@ def test_an_empty_version_is_not_held_by_weights_that_were_swapped() -> None:
     world.publisher.delta(world.publisher.words)
     with pytest.raises(BaseMismatchError, match="not where they were bound"):
         world.applier.update()
-    assert world.applier.version == 0
+    assert (world.served(), world.applier.version, world.applier.ready) == (-1, -1, False)
+
+
+@pytest.mark.parametrize("change", [replace_weight, cast])
+@pytest.mark.parametrize("back", [False, True])
+def test_an_update_or_rollback_that_finds_weights_replaced_asks_to_join_again(
+    change: Callable[[ModuleWorld], None], back: bool, tmp_path: Path
+) -> None:
+    """What the engine reads now was never looked at: it may not be called ready, whatever is in it."""
+    world = ModuleWorld(tmp_path / "s")
+    world.publisher.delta(changed(world.publisher.words, 0.1))
+    world.applier.update()
+    change(world)
+    world.publisher.delta(changed(world.publisher.words, 0.1, seed=2))
+    with pytest.raises(LiveMismatchError, match=r"not where they were bound .*join again"):
+        (world.applier.rollback if back else world.applier.update)()
+    assert (world.served(), world.applier.version, world.applier.ready) == (-1, -1, False)
+    told = json.loads((tmp_path / "s").read_text())
+    assert told["state"] == "behind"
+    assert "not where they were bound" in told["reason"]
+    assert world.applier._session is not None
+    assert world.applier._session.last is None, "nothing of a version that is not held is kept"
+    with pytest.raises(BaseMismatchError, match=r"holds no version .*join again"):
+        world.applier.update()
+    if change is replace_weight:
+        world.applier.join()
+        assert world.applier.update().versions == (2,)
+        assert (world.served(), world.applier.ready) == (2, True)
+
+
+def test_an_engine_that_put_its_weights_to_sleep_elsewhere_says_so_itself() -> None:
+    """While it says so nothing is doubted: the weights may be back in their place when it wakes."""
+    world = ModuleWorld()
+    world.publisher.delta(changed(world.publisher.words, 0.1))
+    awake = world.net[0].weight.data
+
+    def asleep() -> None:
+        raise BaseMismatchError("weights are asleep: wake them first")
+
+    world.net[0].weight.data = awake.clone()
+    world.engine.check_ready = asleep  # type: ignore[method-assign]
+    with pytest.raises(BaseMismatchError, match="asleep"):
+        world.applier.update()
+    assert (world.applier.version, world.applier.ready) == (0, True)
+    world.net[0].weight.data = awake
+    del world.engine.check_ready
+    assert world.applier.update().versions == (1,)
 
 
 def test_a_join_that_finds_no_version_takes_the_old_one_away() -> None:
@@ -272,8 +325,8 @@ def test_wrong_arguments_of_an_applier_are_named(tmp_path: Path) -> None:
     engine, sink = plain_engine({}), MemorySink()
     for arguments, words in (
         ((torch.nn.Linear(1, 1), sink), r"wrap it in one, TorchModuleEngine\(module\)"),
-        ((engine, str(tmp_path)), r"got a str for its sink: use open_sink"),
-        ((engine, sink, {"run": "a"}), r"config is .*expected a ApplyConfig"),
+        ((engine, str(tmp_path)), r"got str for its sink: use open_sink"),
+        ((engine, sink, {"run": "a"}), r"config is .*expected ApplyConfig"),
     ):
         with pytest.raises(TypeError, match=words):
             Applier(*arguments)  # type: ignore[arg-type]

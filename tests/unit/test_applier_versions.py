@@ -493,7 +493,7 @@ def test_rollback_returns_to_the_version_before_with_proofs(density: float, tmp_
     run.step(density)
     applier.update()
     back = applier.rollback()
-    assert (back.from_version, back.version, applier.version) == (2, 1, 1)
+    assert (back.from_version, back.version, back.versions, applier.version) == (2, 1, (1,), 1)
     require_words(engine, run.words[1])
     assert applier.audit().version == 1
     assert json.loads((tmp_path / "s").read_text())["version"] == 1
@@ -519,6 +519,29 @@ def test_rollback_of_an_anchor_and_of_words_that_changed() -> None:
     assert (applier.version, applier.ready) == (-1, False)
     engine.live["embed"].view(-1)[:] ^= 1
     assert applier.join().version == 1
+
+
+@pytest.mark.parametrize("root", ["checkpoint", "anchor"])
+def test_rollback_reports_what_it_changed_not_what_the_version_before_once_did(root: str) -> None:
+    run = Run(root=root)
+    applier, _ = run.applier(run.words[0])
+    applier.join()
+    for density in (0.05, 0.6):
+        run.step(density)
+    up = applier.update(1)
+    back = applier.rollback()
+    num = sum(int((a != b).sum()) for a, b in zip(run.words[0].values(), run.words[1].values(), strict=True))
+    nbytes = sum(
+        int((a != b).sum()) * a.itemsize for a, b in zip(run.words[0].values(), run.words[1].values(), strict=True)
+    )
+    assert (back.num_changed, back.num_written) == (up.num_changed, up.num_written) == (num, num)
+    assert back.density == up.density == nbytes / run.publisher.schema.nbytes
+    applier.update()
+    back = applier.rollback()
+    assert back.num_changed == sum(
+        int((a != b).sum()) for a, b in zip(run.words[1].values(), run.words[2].values(), strict=True)
+    )
+    assert back.version == 1
 
 
 def test_rollback_memory_is_bounded() -> None:

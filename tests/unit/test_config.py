@@ -114,5 +114,5 @@ def test_a_configuration_is_one_or_none() -> None:
     mine = ApplyConfig(workers=2)
     assert config_of(ApplyConfig, mine) is mine
     for wrong in ({}, {"run": "r"}, PublishConfig, PublishConfig(), "r", 0):
-        with pytest.raises(TypeError, match="expected a ApplyConfig"):
+        with pytest.raises(TypeError, match="expected ApplyConfig"):
             config_of(ApplyConfig, wrong)

@@ -12,8 +12,9 @@ import pytest
 from launch.check import main
 from launch.checks import check
 from launch.compose import CONFIGS, compose, refuse
+from launch.demo.report import main as make_report
 from launch.settings import Settings, episodes
-from megasync.codecs.choice import check_codec
+from megasync.codecs.choice import check_codec, codec_names
 from megasync.config import GatherKind, OnError, SnapshotPlace
 
 GROUPS = ("model", "parallel", "codec", "snapshot", "gather", "sink", "engine", "demo")
@@ -37,6 +38,10 @@ def test_every_choice_composes(group: str, name: str) -> None:
             check(s)
     else:
         assert check(s) is s
+
+
+def test_every_codec_has_a_file() -> None:
+    assert {n for g, n in CHOICES if g == "codec"} == set(codec_names())
 
 
 @pytest.mark.parametrize("name", [n for g, n in CHOICES if g == "codec"])
@@ -73,7 +78,8 @@ def test_overrides_reach_both_sides() -> None:
         ("parallel=tp9", "tp2_dp2"),
         ("codec=zip", "snappy"),
         ("parallel.tp=two", "could not be converted to Integer"),
-        ("publish.gather=ucx", "DIRECT"),
+        ("publish.gather=ucx", "publish.gather=ucx: expected one of gloo, nccl, direct$"),
+        ("apply.staging=null", "apply.staging"),
         ("publish.every=0", "every is 0, expected a whole number, at least 1"),
         ("apply.poll_s=0", "poll_s is 0.0, expected seconds, above 0"),
     ],
@@ -200,14 +206,24 @@ def test_settings_are_documented() -> None:
         ("model=nope", "Available options in 'model': tiny_llama tiny_moe tiny_qwen3"),
     ],
 )
-def test_every_process_refuses_a_command_line_with_one_line(override: str, fix: str) -> None:
+def test_every_process_refuses_a_command_line_with_one_line(override: str, fix: str, tmp_path: Path) -> None:
     for world_size in (None, 4):  # rollout.py, and a rank of train.py
         told = refuse([override], world_size)
         assert fix in told
         assert "\n" not in told
     assert refuse([override, "--help"]) == ""
-    assert refuse([]) == ""
+    assert refuse([f"out={tmp_path}"]) == ""
     assert "parallel.ranks=4, but 2 ranks were started" in refuse([], 2)
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    out = f"out={tmp_path / 'file' / 'out'}"
+    assert refuse([out]).startswith(f"{out}: Not a directory")
+    assert main([out]) == 2
+    assert capsys.readouterr().err.strip() == refuse([out])
+    assert make_report([f"out={tmp_path / 'none'}"]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", ["rollout.py", "train.py"])

@@ -287,7 +287,7 @@ def test_an_undo_between_the_frames_and_their_encoding_takes_every_word_once() -
     class Slow(Future[EncodedDelta]):
         def set_result(self, result: EncodedDelta) -> None:
             super().set_result(result)
-            undone.wait(5)  # the encoder's thread goes no further for now
+            undone.wait(0.2)  # the encoder's thread goes no further for now
 
     masked = masker._new_pass(())
     masked._delta = Slow()
@@ -296,30 +296,6 @@ def test_an_undo_between_the_frames_and_their_encoding_takes_every_word_once() -
     masker.undo([masker.begin()])
     undone.set()
     cases.assert_same_bytes(cases.copies_of(snapshot), before)
-    masker.close()
-
-
-@pytest.mark.parametrize("where", ["wait", "copy"])
-def test_an_interrupt_in_a_step_end_goes_through_and_leaves_nothing_that_waits(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = cases.make_rank()
-    snapshot, masker = made(rank)
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        if where == "wait":
-            patch.setattr(masker._landing_free, "wait", interrupted)
-        else:
-            patch.setattr(CopiedMasker, "_copy_down", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            masker.begin()
-    masker.fence()
-    rank.change(0.01, 1)
-    masker.begin().encode("sparse", XXH3_128)
-    cases.assert_snapshot_is_live(snapshot)
     masker.close()
 
 

@@ -420,3 +420,37 @@ def test_weights_that_moved_fail_the_version_while_late_chunks_still_settle_toge
     callback.flush()
     check_newest(sink, exporter.tensors, 3)
     callback.close()
+
+
+def test_an_interrupt_as_a_late_chunk_begins_fails_its_version_and_the_next_carries_what_was_read_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exporter, callback, sink = overlapped()
+    callback.config = replace(callback.config, on_error=OnError.RETRY)
+    callback.before_optimizer_step()
+    exporter.step(2)
+    read = threading.Event()
+    inner, begin = DeviceMasker._read_chunk, DeviceMasker._begin_chunk
+
+    def reading(self: DeviceMasker, masked: Any, chunk: int, start: Any) -> None:
+        inner(self, masked, chunk, start)
+        read.set()
+
+    def interrupted(self: DeviceMasker, masked: Any, chunk: int, start: Any) -> None:
+        if chunk == 1:
+            raise KeyboardInterrupt
+        begin(self, masked, chunk, start)
+
+    monkeypatch.setattr(DeviceMasker, "_read_chunk", reading)
+    callback.step_end()
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceMasker, "_begin_chunk", interrupted)
+        exporter.forward(0)
+        assert read.wait(20)  # the snapshot has chunk 0 of a version that never comes to be
+        with pytest.raises(KeyboardInterrupt):
+            exporter.forward(1)
+    callback.flush()
+    check_newest(sink, exporter.tensors, 3)
+    assert [(o.version, o.durable) for o in callback.outcomes][2:] == [(2, False), (3, True)]
+    assert "the mask pass was interrupted (KeyboardInterrupt)" in str(callback.outcomes[2].error)
+    callback.close()

@@ -246,14 +246,16 @@ def test_a_sink_that_stays_full_raises_its_answer_where_configured() -> None:
 def test_a_publisher_that_was_taken_over_stops() -> None:
     t = Trainer()
     claim(t.sink.inner, "run")
-    t.step()
+    assert t.step() == t.callback.version == 1
     with pytest.raises(SinkConflictError, match="version 1"):
         t.callback.flush()
+    assert t.callback.version == 0, "version 1 is neither on its way nor durable"
     calls = len(t.sink.calls)
     with pytest.raises(SinkConflictError, match="stop this publisher"):
         t.callback.step_end()
     assert t.sink.calls[calls:] == []
     t.callback.close()
+    assert t.callback.version == 0
     raw = t.sink.inner.read_head("run")
     assert raw is not None
     assert decode_head(raw, "run").version == 0

@@ -118,12 +118,12 @@ def test_several_plans_in_one_pipeline() -> None:
 def test_case_52_strided_and_transposed_views_are_read_where_they_lie() -> None:
     whole = torch.arange(6 * 10, dtype=torch.int16).view(6, 10)
     region = Region(0, (0, 0), whole[:, 2:6], 0)
-    (run,) = runs_of((6, 4), (0, 0), (6, 4), region)
-    assert (run.rows, run.words, run.live_step, run.address) == (6, 4, 10, whole.data_ptr() + 4)
-    (run,) = runs_of((10, 6), (0, 0), (10, 6), Region(0, (0, 0), whole.contiguous()[:, :6].t()[:6], 0))[:1]
-    assert run.words == 1
-    (run,) = runs_of((60,), (0,), (60,), Region(0, (0,), whole.view(60), 0))
-    assert (run.rows, run.words) == (1, 60)
+    (run,) = runs_of((6, 4), (0, 0), (6, 4), region).tolist()
+    assert run[1:5] == [whole.data_ptr() + 4, 6, 4, 10]  # address, rows, words of a row, step
+    (run,) = runs_of((10, 6), (0, 0), (10, 6), Region(0, (0, 0), whole.contiguous()[:, :6].t()[:6], 0))[:1].tolist()
+    assert run[3] == 1
+    (run,) = runs_of((60,), (0,), (60,), Region(0, (0,), whole.view(60), 0)).tolist()
+    assert run[2:4] == [1, 60]
 
 
 def test_two_regions_that_hold_one_word_are_refused() -> None:
@@ -131,7 +131,7 @@ def test_two_regions_that_hold_one_word_are_refused() -> None:
     region = Region(0, (0, 0), live, 0)
     runs = runs_of((4, 8), (0, 0), (4, 8), region)
     with pytest.raises(ValueError, match="one live place"):
-        in_order(runs + runs)
+        in_order(np.concatenate((runs, runs)), 1)
 
 
 def test_what_does_not_fit_is_refused() -> None:

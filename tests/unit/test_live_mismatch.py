@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megasync.errors import BaseMismatchError, LiveMismatchError, RankFailedError, UndoneError, is_live_mismatch
+from megasync.errors import (
+    BaseMismatchError,
+    LiveMismatchError,
+    RankFailedError,
+    ReplicaDriftError,
+    UndoneError,
+    is_live_mismatch,
+)
 
 
 def undone(cause: Exception) -> UndoneError:
@@ -17,6 +24,9 @@ def undone(cause: Exception) -> UndoneError:
     ("error", "expected"),
     [
         (LiveMismatchError("w"), True),
+        (ReplicaDriftError("w"), True),
+        (undone(ReplicaDriftError("w")), True),
+        (RankFailedError("write", {0: "OSError: disk", 1: "ReplicaDriftError: w"}), True),
         (BaseMismatchError("another version"), False),
         (None, False),
         (undone(LiveMismatchError("w")), True),

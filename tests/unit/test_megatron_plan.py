@@ -274,7 +274,7 @@ def test_tensor_subclasses_are_refused_by_type() -> None:
 
     hidden = torch.nn.Parameter(torch.zeros(4).as_subclass(QuantizedTensor))
     model = FakeModel({"q": leaf("decoder.final_layernorm.weight", hidden)}, q=hidden)
-    assert "q: a QuantizedTensor, not a plain tensor" in refusal(model)
+    assert "q: of type QuantizedTensor, not a plain tensor" in refusal(model)
 
 
 def test_foreign_sharding_is_refused_by_name() -> None:

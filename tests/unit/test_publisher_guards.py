@@ -146,20 +146,20 @@ def test_state_that_is_no_weight_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda m: TensorExporter(torch.optim.AdamW(m.parameters()).state_dict()), "'state' is a dict"),
-        (lambda m: TensorExporter(list(m.parameters())), "got a list, expected a mapping"),
-        (lambda m: TensorExporter({"a": torch.zeros(3).numpy()}), "'a' is a ndarray"),
+        (lambda m: TensorExporter(torch.optim.AdamW(m.parameters()).state_dict()), "'state' is of type dict"),
+        (lambda m: TensorExporter(list(m.parameters())), "got list, expected a mapping"),
+        (lambda m: TensorExporter({"a": torch.zeros(3).numpy()}), "'a' is of type ndarray"),
         (lambda m: TensorExporter({1: torch.zeros(3)}), "takes plain torch tensors by name: 1 is no name"),
         (lambda m: TensorExporter({"a": torch.eye(3).to_sparse()}), "'a' is torch.sparse_coo"),
         (
             lambda m: TensorExporter.of_module(torch.optim.AdamW(m.parameters())),
-            "got a AdamW, expected a torch.nn.Module",
+            "got AdamW, expected a torch.nn.Module",
         ),
         (lambda m: MegasyncCallback(m, MemorySink()), "wrap the weights in one"),
-        (lambda m: MegasyncCallback(TensorExporter.of_module(m), "/tmp/x"), r"got a str for its sink: use open_sink"),
+        (lambda m: MegasyncCallback(TensorExporter.of_module(m), "/tmp/x"), r"got str for its sink: use open_sink"),
         (
             lambda m: MegasyncCallback(TensorExporter.of_module(m), MemorySink(), {}),
-            "config is {}, expected a PublishConfig",
+            "config is {}, expected PublishConfig",
         ),
     ],
 )

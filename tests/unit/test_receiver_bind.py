@@ -88,8 +88,9 @@ def test_case_33_moved_storage_is_refused_with_both_values() -> None:
     after = engine.live["layers.0.b"].data_ptr()
     with pytest.raises(BaseMismatchError, match=rf"layers\.0\.b: data_ptr {before} -> {after}"):
         applier.update()
-    assert (applier.version, applier.status.state, engine.events) == (0, "serving", [])
+    assert (applier.version, applier.status.state, applier.ready, engine.events) == (-1, "behind", False, [])
     engine.live["layers.0.b"] = kept
+    assert applier.join().version == 0
     assert applier.update().version == 1
 
 

@@ -18,9 +18,11 @@ from megasync.layout.compose import arrange
 from megasync.layout.modes import Layout
 from megasync.layout.named import fused_gate_up, marlin_nibbles
 from megasync.receiver.applier import Applier
+from megasync.receiver.backend import FetchedFrame
 from megasync.receiver.prior import hash_sum
+from megasync.sinks.base import DEFAULT_TIMEOUT_S
 from megasync.sinks.memory import MemorySink
-from megasync.types import WORD_DTYPES
+from megasync.types import WORD_DTYPES, TensorSpec
 from tests.unit.publishing import Publisher, changed, make_schema, random_words, spec
 from tests.unit.receiving import Mailbox, PlainEngine, RankEngine, load, on_ranks, words_of
 
@@ -83,7 +85,7 @@ def world(words: Words, live: Words, places: dict[str, Layout], **config: object
         (taking_turns, r"live words of layers\.0\.gate, layers\.0\.up \(2 tensors\)"),
     ],
 )
-@pytest.mark.parametrize("limit", [1 << 30, 100])
+@pytest.mark.parametrize("limit", [1 << 30, 5_000, 100])
 def test_wrong_layout_over_the_right_weights_is_refused(
     places: Callable[[], dict[str, Layout]], named: str, limit: int
 ) -> None:
@@ -136,6 +138,58 @@ def test_other_weights_are_overwritten_with_a_warning(
     assert f"overwrites the other {4 - matched}" in caplog.text
     cold = load(right(), storages(), words)
     assert all(torch.equal(engine.live[n], t) for n, t in cold.items())
+
+
+class Counting(MemorySink):
+    """Writes down how many bytes of payloads were read."""
+
+    payload_nbytes = 0
+
+    def read_into(self, key: str, offset: int, out: memoryview, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        super().read_into(key, offset, out, timeout_s=timeout_s)
+        if "/payload-" in key:
+            self.payload_nbytes += len(out)
+
+
+SLICE_NBYTES = 2 * 96 * 20 + 4 * 33 * 7 + 2 * 24
+
+
+@pytest.mark.parametrize(
+    ("limit", "again"),
+    [
+        (1 << 30, []),  # staged
+        (2 * SLICE_NBYTES - 1, []),  # no room for what is replaced
+        (SLICE_NBYTES, []),
+        (SLICE_NBYTES - 1, [UP]),  # nor for the last of the masks
+        (2 * 48 * 20, [GATE, UP]),
+        (10, SPECS),
+    ],
+)
+@pytest.mark.parametrize("torn", [False, True])
+def test_late_joiner_reads_and_decodes_the_anchor_once(
+    limit: int, again: list[TensorSpec], torn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as there is memory: tensors that are neither staged nor kept are read a second time, no others."""
+    words = random_words(SPECS)
+    publisher = Publisher(Counting(), make_schema("run", SPECS), frame_changed=1)  # a frame for each tile
+    manifest = publisher.anchor(words)
+    engine = PlainEngine(load(right(), storages(), other(words)), right())
+    applier = Applier(engine, publisher.sink, ApplyConfig(workers=1, staged_limit_nbytes=limit))
+    if torn:
+        applier._status.set(state="updating", target=0)
+    decoded: list[int] = []
+    true_entries = FetchedFrame.entries
+    monkeypatch.setattr(FetchedFrame, "entries", lambda f: decoded.append(f.record.offset) or true_entries(f))
+    result = applier.join()
+    assert result.versions == (0,)
+    assert len(decoded) == len(manifest.frames) + len(again)
+    assert publisher.sink.payload_nbytes == result.fetched_nbytes  # type: ignore[attr-defined]
+    assert applier.telemetry.counts["fetched_nbytes"] == result.fetched_nbytes
+    if not again:
+        assert result.fetched_nbytes == manifest.payload_total_nbytes
+    cold = load(right(), storages(), words)
+    assert all(torch.equal(engine.live[n], t) for n, t in cold.items())
+    assert applier.ready
 
 
 def test_weights_of_the_version_are_not_compared_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -150,9 +150,12 @@ def test_case_79_drifted_replica_is_named_before_any_write() -> None:
     for found in world.update():
         assert isinstance(found, ReplicaDriftError)
         assert "layers.0.norm on rank 2, primary on rank 0" in str(found)
+    assert [(a.version, a.ready) for a in world.appliers] == [(-1, False)] * 4
     world.engines[2].live["norm"][7] ^= 4
     world.check(old)
     assert all(e.events == [] for e in world.engines)
+    assert all(not isinstance(found, Exception) for found in world.join())
+    assert [r.versions for r in world.update()] == [(1,)] * 4  # type: ignore[attr-defined]
 
 
 def test_case_79_audit_names_a_drifted_kv_head() -> None:
