@@ -289,5 +289,5 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    plain_hydra(cuda=True)
+    plain_hydra()
     main()
