@@ -34,6 +34,7 @@ from megasync.versions.encode import encode
 log = logging.getLogger(__name__)
 
 _COPY_NBYTES = 32 << 20  # at a time: the trainer's own copies get in between
+_MAX_THREADS = 4  # more wait for each other at the interpreter
 _LOOK_S = 5e-4  # between looks at whether copies are done: to wait in the driver would keep a core busy
 
 
@@ -84,7 +85,7 @@ class CopiedMasker(SideMasker[CopiedPass]):
         algorithm: Digest algorithm of the format.
         telemetry: As of ``SideMasker``, and on the host ``compare_wait`` (the trainer, for the pass before), ``landing`` (waiting for
             copies), ``compare`` and ``codec``.
-        num_threads: Threads that compare.
+        num_threads: Threads that compare, of which at most 4 are of use.
 
     *Memory*: pinned, as much as the snapshot and at most as much again for what lies between; on the device copies of volatile
     weights and of those that take up less than half of what they are spread over. *Stream*: copies are queued when a chunk begins,
@@ -132,7 +133,7 @@ class CopiedMasker(SideMasker[CopiedPass]):
         self._landed = Snapshot(schema, regions, lambda nbytes: snapshot.arena)
         _ = self._landed.host_units  # made here, not by several threads of the first pass at once
         self._landing: CopiedPass | None = None  # whose copies were the last to come down
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megasync-compare")
+        self._pool = ThreadPoolExecutor(min(num_threads, _MAX_THREADS), thread_name_prefix="megasync-compare")
         super().__init__(schema, snapshot, sorted(self._runs), copies, device, telemetry)
 
     def close(self) -> None:

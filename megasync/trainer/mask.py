@@ -9,10 +9,9 @@ import receiver or an adapter.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -35,10 +34,8 @@ from megasync.versions.changes import (
 __all__ = ["anchor_frames", "mask_regions", "words_of"]
 
 _BATCH_ENTRIES = 4 * CLOSE_ENTRIES
-_AHEAD = 16
-
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
+_GROUP_NBYTES = 8 << 20
+_AHEAD = 16  # groups: a few for each thread
 
 
 @dataclass(slots=True)
@@ -67,39 +64,20 @@ def mask_regions(schema: Schema, snapshot: Snapshot, pool: ThreadPoolExecutor | 
     Args:
         schema: The run's schema.
         snapshot: Its regions name the live memory.
-        pool: Compares some regions and makes some frames ahead; None does each when its turn comes.
+        pool: Compares some regions ahead; None compares each when its turn comes. Frames are made by the caller's thread either
+            way: they need the interpreter, for which more threads would only wait.
 
     Yields:
         Frames with at least one changed word (see ``versions.changes.cut_frames`` for where they end).
     """
-    for tiles, frame in _frames(schema, snapshot, pool):
-        # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
-        for tile in tiles:
-            for region, units in tile.found:
-                snapshot.host_units[region][0][units.at] = units.new
-        yield frame
-
-
-def _frames(
-    schema: Schema, snapshot: Snapshot, pool: ThreadPoolExecutor | None
-) -> Iterator[tuple[list[_Tile], MaskedFrame]]:
-    """Frames in order, with the tiles that each is made of."""
-    cuts = cut_frames(schema, _changed_tiles(snapshot, pool))
-    if pool is None:
-        yield from ((tiles, _frame(schema, snapshot, tiles)) for group in _batches(cuts) for tiles in group)
-        return
-    yield from _ahead(pool, lambda tiles: (tiles, _frame(schema, snapshot, tiles)), cuts)
-
-
-def _ahead(pool: ThreadPoolExecutor, work: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-    """Results in order, of which some are worked on before they are asked for."""
-    futures: deque[Future[_Out]] = deque()
-    for item in items:
-        futures.append(pool.submit(work, item))
-        if len(futures) > _AHEAD:
-            yield futures.popleft().result()
-    for future in futures:
-        yield future.result()
+    for batch in _batches(cut_frames(schema, _changed_tiles(snapshot, pool))):
+        for tiles in batch:
+            frame = _frame(schema, snapshot, tiles)
+            # Only here: frames handed on and the snapshot never disagree, whatever ends the pass.
+            for tile in tiles:
+                for region, units in tile.found:
+                    snapshot.host_units[region][0][units.at] = units.new
+            yield frame
 
 
 def _batches(frames: Iterator[list[_Tile]]) -> Iterator[list[list[_Tile]]]:
@@ -123,11 +101,31 @@ def _compared(snapshot: Snapshot, pool: ThreadPoolExecutor | None) -> Iterator[I
         live, (kept, units) = snapshot.host_views[i][1], snapshot.host_units[i]
         return changed_units(kept, units_of(live) if units is None else units)
 
-    numbers = range(len(snapshot.regions))
+    regions = range(len(snapshot.regions))
     if pool is None:
-        yield from map(compare, numbers)
-    else:
-        yield from _ahead(pool, lambda i: list(compare(i)), numbers)
+        yield from map(compare, regions)
+        return
+    futures: deque[Future[list[list[ChangedUnits]]]] = deque()
+    for group in _groups(snapshot, regions):
+        futures.append(pool.submit(lambda numbers: [list(compare(i)) for i in numbers], group))
+        if len(futures) > _AHEAD:
+            yield from futures.popleft().result()
+    for future in futures:
+        yield from future.result()
+
+
+def _groups(snapshot: Snapshot, regions: Iterable[int]) -> Iterator[list[int]]:
+    """Regions that one thread compares in a row, so that handing over takes little of its time."""
+    group: list[int] = []
+    nbytes = 0
+    for i in regions:
+        group.append(i)
+        nbytes += snapshot.regions[i].data.nbytes
+        if nbytes >= _GROUP_NBYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
 
 
 def _changed_tiles(snapshot: Snapshot, pool: ThreadPoolExecutor | None) -> Iterator[_Tile]:
