@@ -133,7 +133,8 @@ def run(config: PlanBench) -> Path:
     path = Path(config.out) / "plan-moe-445gb-cpu.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     where = environment()
-    with path.open("w") as out:
+    part = path.with_name(path.name + ".part")
+    with part.open("w") as out:
         for row in samples(config):
             out.write(json.dumps(row | where) + "\n")
             print(
@@ -141,6 +142,7 @@ def run(config: PlanBench) -> Path:
                 f"{row['num_tensors']} tensors, {row['num_units']} units, "
                 f"{row['largest_over_optimum_ratio']:.4f} x optimum"
             )
+    part.replace(path)  # a run that breaks off leaves the rows of the one before
     return path
 
 

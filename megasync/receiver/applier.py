@@ -202,7 +202,9 @@ class Applier:
             state: State = "serving" if manifest is route[-1] else was
             result = advance(session, manifest, state, result)
         if not route and was == "behind":
-            together(self.engine, "live tensors", session.binding.check_alive)
+            with vote(self.engine, "live tensors"):
+                self.engine.check_ready()  # first: a sleeping engine's memory may be elsewhere
+                session.binding.check_alive()
             session.hold(ledger, "serving")
         return replace(result, total_s=self._clock() - started)
 

@@ -108,7 +108,7 @@ class Prior:
         num_moved = int(np.count_nonzero(moved))
         w.num_moved += num_moved
         if len(w.distinct) < ENOUGH_DISTINCT:
-            w.distinct.update(np.unique(one[moved][:: num_moved // _MAX_SAMPLE + 1]).tolist())
+            w.distinct.update(np.unique(one[moved][:: num_moved // _MAX_SAMPLE + 1])[:ENOUGH_DISTINCT].tolist())
 
     def require_order(self) -> None:
         """Refuse live words that are the anchor's in another order. *Collective*; every tile was seen, nothing was written.

@@ -198,6 +198,7 @@ def advance(
         session.staged.pop(manifest.digest, None)
     if manifest.what == "delta" and not manifest.num_changed:
         with vote(engine, f"holding version {manifest.version}"):
+            engine.check_ready()  # first: a sleeping engine's memory may be elsewhere
             session.binding.check_alive()
             engine.holds(manifest.version)
         applied = Applied(0.0, ())

@@ -146,17 +146,20 @@ class MegasyncCallback:
         optimizers = (
             [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         )
-        try:
-            hooks = StepHooks(exporter, masker, self.telemetry, optimizers)
-        except BaseException:
-            masker.close()
-            raise
         flights = InFlight(
             publishing, groups.control, started.lineage, self.config.in_flight_limit, self.telemetry, self._settled
         )
-        flights.start()
-        head = started.head.version
-        self._state = _State(exporter, groups, started, masker, hooks, flights, head + 1, head)
+        head, hooks = started.head.version, None
+        try:
+            hooks = StepHooks(exporter, masker, self.telemetry, optimizers)
+            flights.start()
+            self._state = _State(exporter, groups, started, masker, hooks, flights, head + 1, head)
+        except BaseException:
+            if hooks is not None:
+                hooks.close()
+            masker.close()
+            flights.close()
+            raise
         if started.needs_anchor:
             self._state.next_version = 1
             flights.add(Flight(0, AnchorMasked(started.schema, started.snapshot), facts_of(self.facts), anchor=True))
@@ -241,12 +244,21 @@ class MegasyncCallback:
 
     def close(self) -> None:
         """Stop the worker thread; versions still in flight are given up. Idempotent, local."""
-        if self._state is not None:
-            self._last_version = self.version
-            state, self._state = self._state, None
+        state = self._state
+        if state is None:
+            return
+        self._last_version = self.version
+        # Each whatever became of the one before, an interrupt included: a thread or a group that is left holds up the next start.
+        try:
             state.hooks.close()
-            state.masker.close()
-            state.groups.close(worker_ended=state.flights.close())
+        finally:
+            try:
+                state.masker.close()
+            finally:
+                try:
+                    state.groups.close(worker_ended=state.flights.close())
+                finally:
+                    self._state = None
 
     @property
     def version(self) -> int:
@@ -322,6 +334,7 @@ class MegasyncCallback:
         """Take back what an interrupt left in the snapshot and in no version; raise again what was refused."""
         if state.refused is not None:
             raise state.refused
+        state.flights.mend(state.begun)
         here = {id(f) for f in state.flights.flights}
         gone = [f for f in state.looked_at if id(f) not in here]
         lost = [f.masked for f in gone if f.masked is not None]

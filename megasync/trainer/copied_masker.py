@@ -52,14 +52,10 @@ class CopiedPass(SidePass):
         try:
             if self.error is not None:
                 raise self.error
-            self._delta.set_result(encode(self.frames, codec, algorithm))
+            self._delta = encode(self.frames, codec, algorithm)
+            self.frames = []  # nobody needs them to undo it
         except BaseException as e:
-            self._delta.set_exception(e)
-
-    @property
-    def encoded(self) -> bool:
-        """Whether there are frames in wire form."""
-        return self._delta.done() and self._delta.exception() is None
+            self._failure = e
 
     def _unencoded(self) -> Iterator[Entries]:
         for frame in self.frames:
@@ -193,13 +189,12 @@ class CopiedMasker(SideMasker[CopiedPass]):
         except BaseException as e:
             masked.error = masked.error or e
         masked.landed.say()
-        self._encoder.submit(self._encode, masked)
+        self._encoder.submit(lambda: self._encode(masked))
 
     def _encode(self, masked: CopiedPass) -> None:
         with self._telemetry.span("codec"):
             masked.encode_with(self._codec, self._algorithm)
-        if masked.encoded:
-            masked.frames = []  # nobody needs them to undo it
+        masked.ended.say()
 
 
 def _bits(region: Region) -> torch.dtype:

@@ -79,13 +79,13 @@ class DeviceMasked(SidePass):
             if self.error is not None:
                 raise self.error
             raws = [x.raw() for x in self.landed]
-            self._delta.set_result(encode_raw(self._schema, raws, codec, algorithm, num_threads=num_threads, pool=pool))
+            self._delta = encode_raw(self._schema, raws, codec, algorithm, num_threads=num_threads, pool=pool)
         except BaseException as e:
             try:
                 self._keep_entries()
             except BaseException as lost:
                 self.unknown = self.unknown or lost
-            self._delta.set_exception(e)
+            self._failure = e
         self.landed.clear()
 
     def _unencoded(self) -> Iterator[Entries]:

@@ -142,11 +142,13 @@ class DeviceMasker(SideMasker[DeviceMasked]):
             except BaseException as e:
                 masked.error, masked.unknown = masked.error or e, masked.unknown or e
         self._held.clear()
-        self._encoder.submit(self._encode, masked)
+        self._held_nbytes = 0
+        self._encoder.submit(lambda: self._encode(masked))
 
     def _encode(self, masked: DeviceMasked) -> None:
         with self._telemetry.span("codec"):
             masked.encode_with(self._codec, self._algorithm, self._num_threads, self._pool)
+        masked.ended.say()
         if masked.landing is not None:
             self._telemetry.count("landing_overflow_nbytes", masked.landing.overflow_nbytes)
             self._landings.give(masked.landing)

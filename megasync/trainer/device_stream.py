@@ -5,12 +5,16 @@ So the mask stage has one text for both. And ``Done``, which the trainer's threa
 
 from __future__ import annotations
 
+import logging
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
 
 import torch
+
+log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.05
 
@@ -72,6 +76,53 @@ class Done:
         while not self._said:
             with suppress(queue.Empty):  # another took the wake-up call
                 self._wake.get(timeout=_LOOK_AGAIN_S)
+
+
+class Worker:
+    """One thread that does calls in order. Who hands them over may be interrupted at any instruction: it takes no lock.
+
+    Futures and executors have locks of Python, which an interrupt inside them leaves taken (see ``Done``).
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Have it done; what it raises is its own affair."""
+        self._jobs.put(call)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Have it done, wait, and raise what it raised."""
+        done, errors = Done(), list[BaseException]()
+
+        def job() -> None:
+            try:
+                call()
+            except BaseException as e:
+                errors.append(e)
+            done.say()
+
+        self._jobs.put(job)
+        done.wait()
+        if errors:
+            raise errors[0]
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End behind what was handed over; wait for it, at most so long."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (call := self._jobs.get()) is not None:
+            try:
+                call()
+            except BaseException:  # its own affair, as said; those who wait for later ones must not wait for ever
+                log.exception("megasync: work on %s failed", threading.current_thread().name)
 
 
 class SideStream:

@@ -133,8 +133,8 @@ class StepHooks:
             return
         with self._telemetry.span("settle"):
             settle()
-        self._armed.clear()
         self._masker.start_rest()
+        self._armed.clear()  # last: what an interrupt kept from beginning is begun next time
 
     def close(self) -> None:
         """Take all hooks off. Idempotent."""
@@ -152,5 +152,5 @@ class StepHooks:
         if self._exporter.num_open_gathers(chunk):
             with self._telemetry.span("settle"):
                 self._exporter.finish_chunk(chunk)
-        self._armed.remove(chunk)
         self._masker.start_chunk(chunk)
+        self._armed.discard(chunk)

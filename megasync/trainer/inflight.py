@@ -12,6 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -84,7 +85,9 @@ class InFlight:
     flights: deque[Flight] = field(default_factory=deque)
     _newest: int = -1
     _work: queue.SimpleQueue[Flight | None] = field(default_factory=queue.SimpleQueue)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _wake: queue.SimpleQueue[None] = field(
+        default_factory=queue.SimpleQueue
+    )  # no lock that an interrupt could leave taken
     _broken: BaseException | None = None
     _failed: bool = False
     _thread: threading.Thread | None = None
@@ -99,6 +102,15 @@ class InFlight:
         self.flights.append(flight)
         self._newest = flight.version
         self._work.put(flight)
+
+    def mend(self, begun: int | None) -> None:
+        """After an interrupt: what ``add`` had only noted is sent (twice, perhaps: it is published once), and a failure that
+        nobody took is forgotten."""
+        if not self.flights:
+            self._failed = False
+        elif self.flights[-1].version == begun:
+            self._newest = begun
+            self._work.put(self.flights[-1])
 
     def settle(
         self, wait_for_room: bool = False, drain: bool = False, steps: tuple[int, int] = (0, 0)
@@ -141,8 +153,8 @@ class InFlight:
                     f"durable nor failed (give_up_s {config.give_up_s:g}): "
                     + (agreed.stuck or f"{self.publishing.sink.describe()} did not answer for {agreed.waited_s:.0f} s")
                 )
-            with self._changed:
-                self._changed.wait(_LOOK_S)
+            with suppress(queue.Empty):
+                self._wake.get(timeout=_LOOK_S)
 
     def close(self) -> bool:
         """Stop the worker; versions still in flight are given up.
@@ -170,13 +182,12 @@ class InFlight:
         return outcomes, withdrawn
 
     def _agree(self, waited_s: float, steps: tuple[int, int]) -> _Settled:
-        with self._changed:
-            settled = 0
-            for flight in self.flights:
-                if flight.outcome is None:
-                    break
-                settled += 1
-            broken = "" if self._broken is None else f"{type(self._broken).__name__}: {self._broken}"
+        settled = 0
+        for flight in self.flights:
+            if flight.outcome is None:
+                break
+            settled += 1
+        broken = "" if self._broken is None else f"{type(self._broken).__name__}: {self._broken}"
         mine = msgspec.msgpack.encode(_Settled(settled, broken, self.publishing.stuck, waited_s, steps, self._newest))
         told = all_gather_bytes(self.control, mine, "versions in flight", self.publishing.config.timeout_s)
         rows = [msgspec.msgpack.decode(t, type=_Settled) for t in told]
@@ -197,11 +208,11 @@ class InFlight:
     def _run(self) -> None:
         while (flight := self._work.get()) is not None:
             try:
-                self._publish(flight)
+                if flight.outcome is None:
+                    self._publish(flight)
             except BaseException as e:
-                with self._changed:
-                    self._broken = e
-                    self._changed.notify_all()
+                self._broken = e
+                self._wake.put(None)
                 return
 
     def _publish(self, flight: Flight) -> None:
@@ -235,9 +246,8 @@ class InFlight:
         else:
             self._failed = True
         self.on_outcome(outcome)
-        with self._changed:
-            flight.outcome = outcome
-            self._changed.notify_all()
+        flight.outcome = outcome
+        self._wake.put(None)
 
 
 def _counted(row: _Settled) -> str:

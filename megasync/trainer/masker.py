@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from megasync.schema import Schema
+from megasync.trainer.device_stream import Worker
 from megasync.trainer.mask import anchor_frames, mask_regions
 from megasync.trainer.snapshot import Snapshot
 from megasync.types import Entries
@@ -209,13 +209,13 @@ class HostMasker(Masker):
     def __init__(self, schema: Schema, snapshot: Snapshot) -> None:
         self._schema, self._snapshot = schema, snapshot
         # An interrupt of the caller cannot break off here between a write to the snapshot and the note of it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megasync-mask")
+        self._thread = Worker("megasync-mask")
 
     def begin(self, late: Collection[int] = ()) -> Masked:
         """See ``Masker.begin``; ``late`` must be empty."""
         frames: list[MaskedFrame] = []
         self.newest = masked = HostMasked(self._schema, frames)
-        self._thread.submit(self._mask, masked, frames).result()
+        self._thread.run(lambda: self._mask(masked, frames))
         return masked
 
     def _mask(self, masked: HostMasked, frames: list[MaskedFrame]) -> None:
@@ -227,11 +227,12 @@ class HostMasker(Masker):
 
     def undo(self, passes: Iterable[Masked]) -> None:
         """See ``Masker.undo``."""
-        self._thread.submit(take_back, self._snapshot, list(passes)).result()
+        passes = list(passes)
+        self._thread.run(lambda: take_back(self._snapshot, passes))
 
     def close(self) -> None:
         """See ``Masker.close``."""
-        self._thread.shutdown(wait=True)
+        self._thread.close()
 
 
 def take_back(snapshot: Snapshot, passes: Iterable[Masked]) -> None:

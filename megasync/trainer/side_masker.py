@@ -9,12 +9,9 @@ an adapter.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -22,7 +19,7 @@ import torch
 from megasync.schema import Schema
 from megasync.telemetry import Telemetry
 from megasync.trainer.device_plan import VolatileCopy
-from megasync.trainer.device_stream import Done, Mark, SideStream
+from megasync.trainer.device_stream import Done, Mark, SideStream, Worker
 from megasync.trainer.masker import Masked, Masker, take_back
 from megasync.trainer.snapshot import Snapshot
 from megasync.types import Entries
@@ -53,7 +50,9 @@ class SidePass(Masked):
         self.begun: Mark | None = None
         self.read: Mark | None = None  # after the last read of live weights that is queued so far
         self._issued = Done()
-        self._delta: Future[EncodedDelta] = Future()
+        self.ended = Done()  # encoded, or failed
+        self._delta: EncodedDelta | None = None
+        self._failure: BaseException | None = None
 
     def issue(self) -> None:
         """Every read of live weights is queued; ``read`` is when the last is done."""
@@ -66,29 +65,36 @@ class SidePass(Masked):
 
     def changed_nbytes(self) -> int:
         """See ``Masked.changed_nbytes``."""
-        return sum(r.num_changed * r.word_nbytes for r in self._delta.result().records)
+        self.ended.wait()
+        if self._failure is not None:
+            raise self._failure
+        assert self._delta is not None
+        return sum(r.num_changed * r.word_nbytes for r in self._delta.records)
 
     def encode(self, codec: str, algorithm: int) -> EncodedDelta:
         """See ``Masked.encode``: it was begun when the words came down, with the codec and algorithm of the run."""
-        error = self._delta.exception()
-        if error is not None and not isinstance(error, Exception):
+        self.ended.wait()
+        if self._failure is not None:
+            if isinstance(self._failure, Exception):
+                raise self._failure
             # Of another thread than the publisher's, which goes on: the version fails and is withdrawn.
-            raise RuntimeError(f"the mask pass was interrupted ({type(error).__name__})") from error
-        return self._delta.result()
+            raise RuntimeError(f"the mask pass was interrupted ({type(self._failure).__name__})") from self._failure
+        assert self._delta is not None
+        return self._delta
 
     def wait(self) -> None:
         """Wait until it is encoded, or failed."""
-        self._delta.exception()
+        self.ended.wait()
 
     def entries(self) -> Iterator[Entries]:
         """See ``Masked.entries``; waits for the pass."""
-        error = self._delta.exception()
+        self.ended.wait()
         if self.unknown is not None:
             raise RuntimeError(
                 "the snapshot cannot be put back, since words that a pass wrote into it were lost "
                 f"({type(self.unknown).__name__}: {self.unknown}): start anew, which reads it from the head"
             ) from self.unknown
-        yield from entries_of(self._schema, self._delta.result()) if error is None else self._unencoded()
+        yield from self._unencoded() if self._delta is None else entries_of(self._schema, self._delta)
 
     @abstractmethod
     def _unencoded(self) -> Iterator[Entries]:
@@ -124,14 +130,10 @@ class SideMasker(Masker, Generic[P]):
         self._schema, self._snapshot, self._chunks, self._copies = schema, snapshot, list(chunks), copies
         self._device, self._telemetry = device, telemetry
         self._side = SideStream(device)
-        # A chunk whose weights are current from a mark on; no mark: the pass is given up.
-        self._jobs: queue.SimpleQueue[tuple[P, int, Mark | None] | None] = queue.SimpleQueue()
         self._running: P | None = None
         self._times: deque[tuple[str, Mark, Mark]] = deque()
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="megasync-encode")
+        self._reader, self._encoder = Worker("megasync-mask"), Worker("megasync-encode")
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="megasync-mask", daemon=True)
-        self._thread.start()
 
     @abstractmethod
     def _new_pass(self, late: Collection[int]) -> P:
@@ -177,12 +179,12 @@ class SideMasker(Masker, Generic[P]):
     def _give_up(self, masked: P, error: BaseException) -> None:
         """The pass ends behind the chunks that have begun: neither the fence nor closing waits for the others."""
         masked.error = masked.error or error
-        self._jobs.put((masked, _NO_CHUNK, None))
+        self._reader.submit(lambda: self._step(masked, _NO_CHUNK, None))
         masked.waiting.clear()  # last: while any are left the fence ends the pass itself
 
     def _begin_chunk(self, masked: P, chunk: int, start: Mark) -> None:
         """A chunk's weights are current from ``start`` on; on the trainer's thread."""
-        self._jobs.put((masked, chunk, start))
+        self._reader.submit(lambda: self._step(masked, chunk, start))
 
     def start_chunk(self, chunk: int) -> None:
         """See ``Masker.start_chunk``."""
@@ -221,8 +223,9 @@ class SideMasker(Masker, Generic[P]):
             if isinstance(one, SidePass):
                 if one.waiting:
                     self._give_up(cast("P", one), RuntimeError("it was withdrawn before every model chunk was read"))
-                one.wait()  # here: the thread that takes them back is the one that encodes them
-        self._encoder.submit(self._take_back, passes).result()
+                one.wait()
+        # On the thread that reads: a later pass may be comparing right now.
+        self._reader.run(lambda: self._take_back(passes))
 
     def _take_back(self, passes: list[Masked]) -> None:
         with self._side.current():
@@ -234,15 +237,14 @@ class SideMasker(Masker, Generic[P]):
         """See ``Masker.close``. Waits until the device has left the snapshot alone."""
         if self._closed:
             return
-        self._closed = True
         self._let_go()
         if self._running is not None and self._running.waiting:
             self._give_up(self._running, RuntimeError("the publisher was closed before every model chunk was read"))
-        self._jobs.put(None)
-        self._thread.join(_CLOSE_S)
-        self._encoder.shutdown(wait=True)
+        self._reader.close(_CLOSE_S)
+        self._encoder.close()
         self._side.synchronize()
         self.collect_times()
+        self._closed = True  # last: after an interrupt it goes on
 
     def _let_go(self) -> None:
         """Closing begins: nothing of this masker may wait for a later pass any more."""
@@ -253,18 +255,16 @@ class SideMasker(Masker, Generic[P]):
             name, before, after = self._times.popleft()
             self._telemetry.add(name, after.seconds_since(before))
 
-    def _work(self) -> None:
-        """The mask thread: chunks of passes in the order they began."""
+    def _step(self, masked: P, chunk: int, start: Mark | None) -> None:
+        """A chunk whose weights are current from a mark on; no mark: the pass is given up. On the mask's thread."""
         with self._side.current():
-            while (job := self._jobs.get()) is not None:
-                masked, chunk, start = job
-                if start is None:
-                    masked.num_left = 0
-                else:
-                    self._read(masked, chunk, start)
-                if masked.num_left <= 0 and not masked.finished:
-                    masked.finished = True
-                    self._finish(masked)
+            if start is None:
+                masked.num_left = 0
+            else:
+                self._read(masked, chunk, start)
+            if masked.num_left <= 0 and not masked.finished:
+                masked.finished = True
+                self._finish(masked)
 
     def _read(self, masked: P, chunk: int, start: Mark) -> None:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,7 +18,7 @@ import torch
 
 from megasync.config import FirstDifference, PublishConfig
 from megasync.digest import XXH3_128, content_digest
-from megasync.errors import BaseMismatchError
+from megasync.errors import BaseMismatchError, MegasyncError
 from megasync.manifest import Head, Manifest, decode_head
 from megasync.schema import Schema, require_same
 from megasync.sinks.base import Sink
@@ -139,6 +140,7 @@ def start(
     fresh = base is None and _is_fresh(sink, config, group)
     check_memory(plan_memory(schema, regions, config, device, anchor=fresh), config, device, group)
     snapshot = together(group, "snapshot", timeout, lambda: make_snapshot(schema, regions, config.snapshot, device))
+    together(group, "reading the head", timeout, lambda: _require_key(sink, config) if me == HEAD_WRITER else None)
     head = _claim(sink, config, group)
     reader = PublicationReader(sink, config.run, config.sign_key or None, timeout)
     newest = _newest(reader, head, schema, group, timeout)
@@ -184,6 +186,32 @@ def _seed(
         fill_from_checkpoint(snapshot, checkpoint)
     else:
         fill_from_live(snapshot)
+
+
+def _require_key(sink: Sink, config: PublishConfig) -> None:
+    """Refuse to go on with a run whose manifests are signed without the key, or the reverse, before the run is claimed: its
+    publisher goes on.
+
+    Raises:
+        ValueError: They are, and there is no key, or the reverse.
+    """
+    with suppress(MegasyncError):  # what cannot be read is told where it is needed
+        raw = sink.read_head(config.run, timeout_s=config.timeout_s)
+        head = None if raw is None else decode_head(raw, config.run)
+        if head is None or head.version < 0:
+            return
+        reader = PublicationReader(sink, config.run, None, config.timeout_s)
+        signed = reader.manifest(head.version, head.epoch, head.digest).is_signed
+        if signed and not config.sign_key:
+            raise ValueError(
+                f"run {config.run!r} is signed (version {head.version}), and this publisher has no sign_key: an unsigned version "
+                "would stop every reader and publisher that has one. Give the key, or use another run"
+            )
+        if config.sign_key and not signed:
+            raise ValueError(
+                f"run {config.run!r} is not signed (version {head.version}), and this publisher has a sign_key: readers that have it "
+                "take no version without a signature. Leave sign_key out, or use another run"
+            )
 
 
 def _is_fresh(sink: Sink, config: PublishConfig, group: ProcessGroup | None) -> bool:

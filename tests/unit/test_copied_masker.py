@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from megasync.trainer.device_plan import landing_spans
 from megasync.trainer.device_snapshot import DeviceSnapshot
 from megasync.trainer.device_stream import Mark
 from megasync.trainer.memory_plan import plan_memory
-from megasync.versions.encode import EncodedDelta
 from tests.gpu import trainer_cases as cases
 
 HOST = SnapshotPlace.HOST
@@ -278,23 +276,51 @@ def test_a_copy_that_fails_fails_the_pass_and_leaves_the_snapshot_alone(monkeypa
     masker.close()
 
 
-def test_an_undo_between_the_frames_and_their_encoding_takes_every_word_once() -> None:
+def test_an_undo_while_a_pass_is_encoded_waits_and_takes_every_word_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = cases.make_rank()
     snapshot, masker = made(rank)
     before = cases.copies_of(snapshot)
-    undone = threading.Event()
+    go, inner = threading.Event(), copied_masker.encode
 
-    class Slow(Future[EncodedDelta]):
-        def set_result(self, result: EncodedDelta) -> None:
-            super().set_result(result)
-            undone.wait(0.2)  # the encoder's thread goes no further for now
+    def slow(*args: Any) -> Any:
+        assert go.wait(20)
+        return inner(*args)
 
-    masked = masker._new_pass(())
-    masked._delta = Slow()
-    masker._new_pass = lambda late: masked  # type: ignore[method-assign]
+    monkeypatch.setattr(copied_masker, "encode", slow)
     rank.change(0.01, 1)
-    masker.undo([masker.begin()])
-    undone.set()
+    masked = masker.begin()
+    threading.Timer(0.2, go.set).start()
+    masker.undo([masked])
+    assert go.is_set()
+    cases.assert_same_bytes(cases.copies_of(snapshot), before)
+    masker.close()
+
+
+def test_an_undo_of_one_pass_waits_while_a_later_one_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the later one would have found what the earlier one had left, and written over what was taken back."""
+    rank = cases.make_rank()
+    snapshot, masker = made(rank)
+    before = cases.copies_of(snapshot)
+    rank.change(0.3, 1)
+    first = masker.begin()
+    first.encode("sparse", XXH3_128)
+    comparing, go, inner = threading.Event(), threading.Event(), copied_masker.mask_regions
+
+    def slow(*args: Any) -> Iterator[Any]:
+        frames = inner(*args)
+        frame = next(frames)  # by now others are compared, and not written
+        comparing.set()
+        assert go.wait(20)
+        yield frame
+        yield from frames
+
+    monkeypatch.setattr(copied_masker, "mask_regions", slow)
+    rank.change(0.3, 2)
+    second = masker.begin()
+    assert comparing.wait(20)
+    threading.Timer(0.2, go.set).start()
+    masker.undo([first])
+    masker.undo([second])
     cases.assert_same_bytes(cases.copies_of(snapshot), before)
     masker.close()
 

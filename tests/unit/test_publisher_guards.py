@@ -174,7 +174,7 @@ def test_starts_one_after_the_other_leave_no_thread() -> None:
     before = threading.active_count()
     for _ in range(5):
         callback.on_train_start()
-    assert threading.active_count() == before + 1
+    assert threading.active_count() == before + 2  # that publishes, and that compares
     callback.on_train_end()
     assert threading.active_count() == before
 
@@ -196,3 +196,20 @@ def test_groups_of_failed_starts_and_of_closed_publishers_are_given_back(tmp_pat
             assert len(dist.distributed_c10d._world.pg_map) == groups
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"), [(b"k" * 32, b"", "is signed"), (b"", b"k" * 32, "is not signed")]
+)
+def test_a_run_is_signed_or_not_and_who_is_refused_fences_nobody_off(first: bytes, second: bytes, told: str) -> None:
+    sink = MemorySink()
+    tensors = {"w": torch.zeros(64)}
+    rightful = MegasyncCallback(TensorExporter(tensors), sink, PublishConfig(sign_key=first, max_first_density=1.0))
+    rightful.on_train_start()
+    other = MegasyncCallback(TensorExporter(tensors), sink, PublishConfig(sign_key=second, max_first_density=1.0))
+    with pytest.raises((ValueError, RankFailedError), match=told):
+        other.on_train_start()
+    tensors["w"][3] = 7.0
+    assert rightful.step_end() == 1
+    rightful.on_train_end()
+    assert rightful.outcomes[-1].durable

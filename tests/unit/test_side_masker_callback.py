@@ -28,7 +28,17 @@ from tests.unit.test_publish_alone import assert_same, change, copy
 from tests.unit.test_side_masker import interrupt_at
 
 KINDS = pytest.mark.parametrize("kind", [HostMasker, DeviceMasker, CopiedMasker])
-TRACED = ("callback.py", "hooks.py", "masker.py", "trainer/mask.py", "device_stream.py")  # also copied_masker.py ...
+TRACED = (
+    *(
+        "callback.py",
+        "hooks.py",
+        "inflight.py",
+        "masker.py",
+        "trainer/mask.py",
+        "device_stream.py",
+    ),  # also copied_masker.py ...
+    *("concurrent/futures/_base.py", "concurrent/futures/thread.py", "threading.py", "queue.py"),
+)
 CONFIG = PublishConfig(max_first_density=1, snapshot=SnapshotPlace.HOST, in_flight_limit=3, timeout_s=20)
 
 
