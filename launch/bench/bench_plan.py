@@ -28,6 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.moe_shapes import Layout, classes
+from launch.bench.rows import replacing
 from megasync.trainer.plan import make_plan
 from megasync.trainer.plan_merge import decode_merged, encode_merged, merge
 
@@ -131,10 +132,8 @@ def run(config: PlanBench) -> Path:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     path = Path(config.out) / "plan-moe-445gb-cpu.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     where = environment()
-    part = path.with_name(path.name + ".part")
-    with part.open("w") as out:
+    with replacing(path) as out:
         for row in samples(config):
             out.write(json.dumps(row | where) + "\n")
             print(
@@ -142,7 +141,6 @@ def run(config: PlanBench) -> Path:
                 f"{row['num_tensors']} tensors, {row['num_units']} units, "
                 f"{row['largest_over_optimum_ratio']:.4f} x optimum"
             )
-    part.replace(path)  # a run that breaks off leaves the rows of the one before
     return path
 
 

@@ -11,12 +11,13 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
@@ -100,9 +101,18 @@ def _commit() -> str:
         return "none"
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """A file that takes the place of ``path`` at the end of the block: until then, and where it breaks off, it is named ``.part``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("w") as out:
+        yield out
+    part.replace(path)
+
+
 class RowWriter:
-    """Writes the rows of one run to one file, replacing it when the run is over: until then, and where it breaks off, they are in a
-    file of that name and ``.part``.
+    """Writes the rows of one run to one file, ``replacing`` it when the run is over.
 
     Args:
         path: The file, named by what was measured and where: ``payload-cpu.jsonl``.
@@ -116,16 +126,13 @@ class RowWriter:
         self._where = environment()
 
     def __enter__(self) -> RowWriter:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._part = self.path.with_name(self.path.name + ".part")
-        self._file = self._part.open("w")
+        self._replacing = replacing(self.path)
+        self._file = self._replacing.__enter__()
         self._file.writelines(json.dumps(row) + "\n" for row in self._kept)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
-        if error is None:
-            self._part.replace(self.path)
+        self._replacing.__exit__(kind, error, at)
 
     def add(
         self,

@@ -1,6 +1,7 @@
 """Streams and marks of a device, and their stand-ins on the CPU, where work is done when a call returns.
 
-So the mask stage has one text for both. And ``Done``, which the trainer's thread waits for. Must import nothing of megasync.
+So the mask stage has one text for both. And ``Done`` and ``Worker``, by which the
+trainer's thread waits and hands work over. Must import nothing of megasync.
 """
 
 from __future__ import annotations
@@ -89,15 +90,22 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Have it done; what it raises is its own affair."""
+        """Have it done; what it raises is its own affair.
+
+        Raises:
+            RuntimeError: After ``close``: nobody would do it.
+        """
+        if self._closed:
+            raise RuntimeError(f"{self._thread.name} has ended: the publisher is closed")
         self._jobs.put(call)
 
     def run(self, call: Callable[[], None]) -> None:
-        """Have it done, wait, and raise what it raised."""
+        """Have it done, wait, and raise what it raised; as ``submit``."""
         done, errors = Done(), list[BaseException]()
 
         def job() -> None:
@@ -107,13 +115,14 @@ class Worker:
                 errors.append(e)
             done.say()
 
-        self._jobs.put(job)
+        self.submit(job)
         done.wait()
         if errors:
             raise errors[0]
 
     def close(self, timeout_s: float | None = None) -> None:
         """End behind what was handed over; wait for it, at most so long."""
+        self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout_s)
 

@@ -85,9 +85,8 @@ class InFlight:
     flights: deque[Flight] = field(default_factory=deque)
     _newest: int = -1
     _work: queue.SimpleQueue[Flight | None] = field(default_factory=queue.SimpleQueue)
-    _wake: queue.SimpleQueue[None] = field(
-        default_factory=queue.SimpleQueue
-    )  # no lock that an interrupt could leave taken
+    # Not a Condition: an interrupt inside that could leave its lock taken.
+    _wake: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     _broken: BaseException | None = None
     _failed: bool = False
     _thread: threading.Thread | None = None

@@ -65,26 +65,21 @@ class SidePass(Masked):
 
     def changed_nbytes(self) -> int:
         """See ``Masked.changed_nbytes``."""
-        self.ended.wait()
-        if self._failure is not None:
-            raise self._failure
-        assert self._delta is not None
-        return sum(r.num_changed * r.word_nbytes for r in self._delta.records)
+        return sum(r.num_changed * r.word_nbytes for r in self._encoded().records)
 
     def encode(self, codec: str, algorithm: int) -> EncodedDelta:
         """See ``Masked.encode``: it was begun when the words came down, with the codec and algorithm of the run."""
+        return self._encoded()
+
+    def _encoded(self) -> EncodedDelta:
         self.ended.wait()
         if self._failure is not None:
             if isinstance(self._failure, Exception):
                 raise self._failure
-            # Of another thread than the publisher's, which goes on: the version fails and is withdrawn.
+            # Of the trainer's thread in another call: who asks now was not interrupted; the version fails and is withdrawn.
             raise RuntimeError(f"the mask pass was interrupted ({type(self._failure).__name__})") from self._failure
         assert self._delta is not None
         return self._delta
-
-    def wait(self) -> None:
-        """Wait until it is encoded, or failed."""
-        self.ended.wait()
 
     def entries(self) -> Iterator[Entries]:
         """See ``Masked.entries``; waits for the pass."""
@@ -223,7 +218,7 @@ class SideMasker(Masker, Generic[P]):
             if isinstance(one, SidePass):
                 if one.waiting:
                     self._give_up(cast("P", one), RuntimeError("it was withdrawn before every model chunk was read"))
-                one.wait()
+                one.ended.wait()
         # On the thread that reads: a later pass may be comparing right now.
         self._reader.run(lambda: self._take_back(passes))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,15 @@ from megasync.config import PublishConfig
 from megasync.sinks.local import LocalSink
 from megasync.trainer import start
 from megasync.trainer.callback import MegasyncCallback
-from megasync.trainer.device_masker import DeviceMasker
 from megasync.trainer.device_snapshot import DeviceSnapshot
-from megasync.trainer.masker import Masker
-from megasync.trainer.start import Started
 from megasync.versions.publication import PublicationReader
 from tests.distributed.harness import run_ranks
 from tests.distributed.megatron_cases import preload_megatron, quiet_megatron
+from tests.gpu import trainer_cases as cases
 
 preload_megatron()
 
 STEPS = 4
-
-
-@dataclass
-class DeferredCallback(MegasyncCallback):
-    """The device's mask stage over weights on the CPU."""
-
-    def _make_masker(self, started: Started, algorithm: int) -> Masker:
-        return DeviceMasker(
-            started.schema,
-            started.snapshot,
-            started.device,
-            codec=self.config.codec,
-            algorithm=algorithm,
-            telemetry=self.telemetry,
-            num_threads=1,
-        )
 
 
 def _both_ways(
@@ -73,7 +54,7 @@ def _both_ways(
 
     start.make_snapshot = lambda s, r, place, device: DeviceSnapshot(s, r, place, device)  # type: ignore[assignment]
     counts = []
-    for kind in (MegasyncCallback, DeferredCallback):
+    for kind in (MegasyncCallback, cases.MaskCallback):
         training = Training(overlap=True, bf16=True, weight_decay=0.5 if spare else 0.0)
         run = build(TinyModel(vocab_size=144), Layout(**layout), training, amend=add if spare else None)
         names = LLAMA.extended(Rule("spare.weight", ("spare.weight",))) if spare else LLAMA
@@ -114,7 +95,7 @@ def test_late_chunks_give_the_versions_of_forced_gathers(
     tmp_path: Path, ranks: int, layout: dict[str, Any], spare: bool, deaf: bool
 ) -> None:
     told = run_ranks(_both_ways, ranks, tmp_path, str(tmp_path), layout, spare, deaf)
-    forced, deferred = _versions(tmp_path / "MegasyncCallback"), _versions(tmp_path / "DeferredCallback")
+    forced, deferred = _versions(tmp_path / "MegasyncCallback"), _versions(tmp_path / cases.MaskCallback.__name__)
     assert [v[0] for v in forced] == list(range(STEPS + 1))
     assert deferred == forced
     # At the start, for the first publication, and for the last step, whose forward never comes.

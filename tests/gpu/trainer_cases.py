@@ -14,6 +14,7 @@ from megasync.digest import XXH3_128
 from megasync.frames import FrameRecord
 from megasync.schema import Schema
 from megasync.telemetry import Telemetry
+from megasync.trainer.callback import MegasyncCallback
 from megasync.trainer.copied_masker import CopiedMasker
 from megasync.trainer.device_masker import DeviceMasker
 from megasync.trainer.device_snapshot import DeviceSnapshot, one_queue
@@ -24,6 +25,7 @@ from megasync.trainer.plan import make_plan
 from megasync.trainer.plan_merge import describe, merge
 from megasync.trainer.regions import Region, match_regions
 from megasync.trainer.snapshot import SAME_SIZE, Snapshot
+from megasync.trainer.start import Started
 from megasync.types import Box, TensorSpec
 from megasync.versions.encode import EncodedDelta
 
@@ -245,3 +247,24 @@ def assert_same_bytes(found: list[np.ndarray], wanted: list[np.ndarray]) -> None
     """Equal, region by region."""
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@dataclass
+class MaskCallback(MegasyncCallback):
+    """The callback over one of the mask stages, with weights on the CPU."""
+
+    kind: type[Masker] = DeviceMasker
+
+    def _make_masker(self, started: Started, algorithm: int) -> Masker:
+        if self.kind is HostMasker:
+            return HostMasker(started.schema, started.snapshot)
+        assert self.kind in (DeviceMasker, CopiedMasker)
+        return self.kind(  # type: ignore[call-arg]
+            started.schema,
+            started.snapshot,
+            started.device,
+            codec=self.config.codec,
+            algorithm=algorithm,
+            telemetry=self.telemetry,
+            num_threads=1,
+        )

@@ -18,32 +18,14 @@ from megasync.sinks.base import Sink
 from megasync.sinks.faulty import Fault, FaultySink
 from megasync.sinks.memory import MemorySink
 from megasync.trainer import device_masker, start
-from megasync.trainer.callback import MegasyncCallback
 from megasync.trainer.device_masker import DeviceMasker
 from megasync.trainer.device_snapshot import DeviceSnapshot
-from megasync.trainer.masker import Masker
-from megasync.trainer.start import Started
 from megasync.versions.publication import PublicationReader
+from tests.gpu import trainer_cases as cases
 from tests.unit.test_device_mask import Gate
 from tests.unit.test_publish_alone import assert_same, change, copy, model, rebuild
 
 RETRY = PublishConfig(on_error=OnError.RETRY, in_flight_limit=4, max_first_density=1, timeout_s=20)
-
-
-@dataclass
-class DeviceCallback(MegasyncCallback):
-    """The device path over weights on the CPU."""
-
-    def _make_masker(self, started: Started, algorithm: int) -> Masker:
-        return DeviceMasker(
-            started.schema,
-            started.snapshot,
-            started.device,
-            codec=self.config.codec,
-            algorithm=algorithm,
-            telemetry=self.telemetry,
-            num_threads=1,
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +57,7 @@ class SignSgd:
 def test_every_version_rebuilds_bit_for_bit(place: SnapshotPlace) -> None:
     sink, tensors = MemorySink(), model()
     optimizer = SignSgd(tensors)
-    callback = DeviceCallback(TensorExporter(tensors), sink, PublishConfig(max_first_density=1, snapshot=place))
+    callback = cases.MaskCallback(TensorExporter(tensors), sink, PublishConfig(max_first_density=1, snapshot=place))
     callback.optimizer = optimizer
     callback.on_train_start()
     versions = [copy(tensors)]
@@ -95,7 +77,7 @@ def test_every_version_rebuilds_bit_for_bit(place: SnapshotPlace) -> None:
 def test_case_67_the_optimizer_of_the_context_waits_for_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     sink, tensors = MemorySink(), model()
     optimizer = SignSgd(tensors)
-    callback = DeviceCallback(TensorExporter(tensors), sink, PublishConfig(max_first_density=1))
+    callback = cases.MaskCallback(TensorExporter(tensors), sink, PublishConfig(max_first_density=1))
 
     @dataclass
     class Context:
@@ -130,7 +112,9 @@ def test_a_torch_optimizer_is_announced_by_its_own_hook() -> None:
     w = torch.nn.Parameter(torch.randn(70, 90))
     optimizer = torch.optim.SGD([w], lr=0.1)
     sink = MemorySink()
-    callback = DeviceCallback(TensorExporter({"w": w}), sink, PublishConfig(max_first_density=1), optimizer=[optimizer])
+    callback = cases.MaskCallback(
+        TensorExporter({"w": w}), sink, PublishConfig(max_first_density=1), optimizer=[optimizer]
+    )
     callback.on_train_start()
     for _ in range(3):
         w.grad = torch.randn(70, 90)
@@ -143,7 +127,9 @@ def test_a_torch_optimizer_is_announced_by_its_own_hook() -> None:
 
 
 def test_what_has_no_step_is_refused() -> None:
-    callback = DeviceCallback(TensorExporter(model()), MemorySink(), PublishConfig(max_first_density=1), optimizer=3)
+    callback = cases.MaskCallback(
+        TensorExporter(model()), MemorySink(), PublishConfig(max_first_density=1), optimizer=3
+    )
     with pytest.raises(TypeError, match=r"int has no step\(\)"):
         callback.on_train_start()
 
@@ -152,7 +138,7 @@ def test_without_any_announcement_each_pass_is_fenced_at_its_step_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sink, tensors = MemorySink(), model()
-    callback = DeviceCallback(TensorExporter(tensors), sink, PublishConfig(max_first_density=1))
+    callback = cases.MaskCallback(TensorExporter(tensors), sink, PublishConfig(max_first_density=1))
     callback.on_train_start()
     callback.step_end()
     change(tensors, 0.02, 1)
@@ -178,7 +164,7 @@ def test_without_any_announcement_each_pass_is_fenced_at_its_step_end(
 def test_a_failed_version_is_withdrawn_on_the_mask_stream_and_the_next_carries_everything() -> None:
     for place in SnapshotPlace:
         sink, tensors = FaultySink(MemorySink()), model()
-        callback = DeviceCallback(TensorExporter(tensors), sink, replace(RETRY, snapshot=place))
+        callback = cases.MaskCallback(TensorExporter(tensors), sink, replace(RETRY, snapshot=place))
         callback.on_train_start()
         gate = threading.Event()
         sink.add(Fault("create", key="v000000000001", gate=gate, error=None))
@@ -196,7 +182,7 @@ def test_a_failed_version_is_withdrawn_on_the_mask_stream_and_the_next_carries_e
 
 def test_a_slow_sink_keeps_no_pass_from_landing() -> None:
     sink, tensors = FaultySink(MemorySink()), model()
-    callback = DeviceCallback(TensorExporter(tensors), sink, replace(RETRY, in_flight_limit=6))
+    callback = cases.MaskCallback(TensorExporter(tensors), sink, replace(RETRY, in_flight_limit=6))
     callback.on_train_start()
     callback.step_end()
     gate = threading.Event()
@@ -214,10 +200,10 @@ def test_a_slow_sink_keeps_no_pass_from_landing() -> None:
 
 def test_a_first_delta_that_is_another_model_is_refused_and_put_back() -> None:
     sink = MemorySink()
-    first = DeviceCallback(TensorExporter(model()), sink, PublishConfig())
+    first = cases.MaskCallback(TensorExporter(model()), sink, PublishConfig())
     first.on_train_start()
     first.on_train_end()
-    other = DeviceCallback(TensorExporter(model(seed=1)), sink, PublishConfig())
+    other = cases.MaskCallback(TensorExporter(model(seed=1)), sink, PublishConfig())
     other.on_train_start()
     before = other._state.started.snapshot.arena.clone()  # type: ignore[union-attr]
     with pytest.raises(SchemaMismatchError, match=r"max_first_density is 5\.0%"):
@@ -228,7 +214,7 @@ def test_a_first_delta_that_is_another_model_is_refused_and_put_back() -> None:
 
 def test_an_error_of_a_pass_fails_its_version_and_the_next_one_heals(monkeypatch: pytest.MonkeyPatch) -> None:
     sink, tensors = MemorySink(), model()
-    callback = DeviceCallback(TensorExporter(tensors), sink, PublishConfig(max_first_density=1))
+    callback = cases.MaskCallback(TensorExporter(tensors), sink, PublishConfig(max_first_density=1))
     callback.on_train_start()
     callback.step_end()
 
@@ -309,9 +295,9 @@ class Overlapped(TensorExporter):
         return 0.0
 
 
-def overlapped() -> tuple[Overlapped, DeviceCallback, MemorySink]:
+def overlapped() -> tuple[Overlapped, cases.MaskCallback, MemorySink]:
     exporter, sink = Overlapped(model()), MemorySink()
-    callback = DeviceCallback(exporter, sink, PublishConfig(max_first_density=1))
+    callback = cases.MaskCallback(exporter, sink, PublishConfig(max_first_density=1))
     callback.on_train_start()
     callback.before_optimizer_step()
     exporter.step(1)

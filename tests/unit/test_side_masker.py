@@ -115,7 +115,7 @@ def test_an_interrupt_anywhere_leaves_nothing_that_waits_and_a_pass_that_can_be_
         masker.fence()
         assert len(passes) <= 1
         if passes and passes[0].read is not None:
-            passes[0].wait()
+            passes[0].ended.wait()
             error = passes[0]._failure
             assert error is None or isinstance(error, KeyboardInterrupt)
             unlike += any((a != b).any() for a, b in zip(cases.copies_of(snapshot), before, strict=True))
@@ -196,7 +196,7 @@ def test_a_fence_before_every_chunk_has_begun_fails_the_pass_and_not_the_step(
     masked = masker.begin(late=(1,))
     masker.fence()
     assert isinstance(masked, SidePass)
-    masked.wait()
+    masked.ended.wait()
     assert "chunks [1] have not begun" in str(masked._failure)
     masker.undo([masked])
     cases.assert_same_bytes(cases.copies_of(snapshot), before)

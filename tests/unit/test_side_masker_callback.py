@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,14 +15,13 @@ from megasync.errors import RankFailedError
 from megasync.sinks.faulty import Fault, FaultySink
 from megasync.sinks.memory import MemorySink
 from megasync.trainer import start
-from megasync.trainer.callback import MegasyncCallback
 from megasync.trainer.copied_masker import CopiedMasker
 from megasync.trainer.device_masked import DeviceMasked
 from megasync.trainer.device_masker import DeviceMasker
 from megasync.trainer.device_snapshot import DeviceSnapshot
 from megasync.trainer.masker import HostMasker, Masker
-from megasync.trainer.start import Started
 from megasync.versions.publication import PublicationReader
+from tests.gpu import trainer_cases as cases
 from tests.unit.test_device_mask_callback import check_newest
 from tests.unit.test_publish_alone import assert_same, change, copy
 from tests.unit.test_side_masker import interrupt_at
@@ -40,27 +39,6 @@ TRACED = (
     *("concurrent/futures/_base.py", "concurrent/futures/thread.py", "threading.py", "queue.py"),
 )
 CONFIG = PublishConfig(max_first_density=1, snapshot=SnapshotPlace.HOST, in_flight_limit=3, timeout_s=20)
-
-
-@dataclass
-class AnyCallback(MegasyncCallback):
-    """The callback over one of the mask stages, with weights on the CPU."""
-
-    kind: type[Masker] = HostMasker
-
-    def _make_masker(self, started: Started, algorithm: int) -> Masker:
-        if self.kind is HostMasker:
-            return HostMasker(started.schema, started.snapshot)
-        assert self.kind in (DeviceMasker, CopiedMasker)
-        return self.kind(  # type: ignore[call-arg]
-            started.schema,
-            started.snapshot,
-            started.device,
-            codec=self.config.codec,
-            algorithm=algorithm,
-            telemetry=self.telemetry,
-            num_threads=1,
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -105,9 +83,11 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def started(kind: type[Masker], sink: FaultySink, config: PublishConfig) -> tuple[AnyCallback, dict[str, torch.Tensor]]:
+def started(
+    kind: type[Masker], sink: FaultySink, config: PublishConfig
+) -> tuple[cases.MaskCallback, dict[str, torch.Tensor]]:
     tensors = weights()
-    callback = AnyCallback(TensorExporter(tensors), sink, config, kind=kind)
+    callback = cases.MaskCallback(TensorExporter(tensors), sink, config, kind=kind)
     callback.on_train_start()
     return callback, tensors
 
