@@ -35,7 +35,12 @@ class SnapshotPlace(Enum):
 
 
 class GatherKind(Enum):
-    """How payloads reach the writers."""
+    """How payloads reach the writers.
+
+    ``gloo`` takes them over TCP and touches no GPU. ``nccl`` is for hosts whose TCP is slow: messages go beside the trainer's own
+    NCCL work, on streams that it never waits for, but NVIDIA promises nothing for communicators used side by side
+    (``trainer/carrier``). With ``direct`` every owner writes its own and nothing moves.
+    """
 
     GLOO = "gloo"
     NCCL = "nccl"

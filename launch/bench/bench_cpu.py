@@ -89,7 +89,7 @@ class Trainer:
         for i, lanes in self.snapshot.lanes():
             sums[i] += np.array([lanes.a, lanes.b], dtype=np.uint64)
         self.codec = codec
-        self.publishing = Publishing(self.schema, sink, config, None, None, torch.device("cpu"), Event())
+        self.publishing = Publishing(self.schema, sink, config, None, None, Event())
         self.lineage = publish_checkpoint(sink, start_lineage(self.schema, claim(sink, RUN), sums))
 
     def _words(self, name: str, start: tuple[int, ...], extent: tuple[int, ...]) -> np.ndarray:

@@ -137,7 +137,7 @@ def published_nbytes(schema: Schema, delta: EncodedDelta, codec: str, frames: Se
         RuntimeError: It was not published, or what is read back from the sink is not what was encoded.
     """
     sink = MemorySink()
-    publishing = Publishing(schema, sink, PublishConfig(run=RUN, codec=codec), None, None, torch.device("cpu"), Event())
+    publishing = Publishing(schema, sink, PublishConfig(run=RUN, codec=codec), None, None, Event())
     none = np.zeros((len(schema.tensors), 2), dtype=np.uint64)
     lineage = publish_checkpoint(sink, start_lineage(schema, claim(sink, RUN), none))
     outcome, _ = publish(publishing, delta, None, 1, lineage, {})

@@ -120,7 +120,7 @@ class Trainer:
         lineage = start_lineage(schema, claim(self.sink, config.run), snapshot_sums(snapshot))
         lineage = publish_checkpoint(self.sink, lineage)
         started = Started(schema, plan, snapshot, lineage.head, lineage, False, self.arena.device, False)
-        self.callback._enter(exporter, started, Groups(None, None, None, torch.device("cpu")), None)
+        self.callback._enter(exporter, started, Groups(None, None, None), None)
 
     def _done(self, outcome: Outcome) -> None:
         self.done_at, self.outcome = time.perf_counter(), outcome

@@ -128,7 +128,7 @@ class ShareTrainer:
         lineage = publish_checkpoint(self.sink, lineage)
         plan: OwnershipPlan = None  # type: ignore[assignment]  # of 64 ranks; after the start only replicas need it
         started = Started(self.schema, plan, snapshot, lineage.head, lineage, False, self.device, False)
-        self.callback._enter(exporter, started, Groups(None, None, None, torch.device("cpu")), None)
+        self.callback._enter(exporter, started, Groups(None, None, None), None)
         self._join_others()
         return lineage.head.fence
 

@@ -139,9 +139,7 @@ class MegasyncCallback:
 
     def _enter(self, exporter: Exporter, started: Started, groups: Groups, optimizer: Any) -> None:
         """Start the threads and hooks; publish version 0 where it is an anchor."""
-        publishing = Publishing(
-            started.schema, self.sink, self.config, groups.rounds, groups.carrier, groups.device, Event()
-        )
+        publishing = Publishing(started.schema, self.sink, self.config, groups.rounds, groups.carrier, Event())
         masker = self._make_masker(started, publishing.algorithm)
         optimizers = (
             [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]

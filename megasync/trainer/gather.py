@@ -1,29 +1,21 @@
 """Gather: bring every owner's frame bytes to the writers, through bounded buffers, never padded.
 
-Fifth stop of the flow (encode -> gather -> publish). Payloads are in host memory by then. By default a gloo group of
-their own carries them; NCCL is opt-in; with ``direct`` every owner is its own writer and nothing moves. Must not import
-receiver, an adapter or a sink.
+Fifth stop of the flow (encode -> gather -> publish). Payloads are in host memory by then. A ``carrier`` takes them from
+rank to rank, over gloo unless NCCL is asked for; with ``direct`` every owner is its own writer and nothing moves. Must not
+import receiver, an adapter or a sink.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from megasync.errors import RankFailedError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from megasync.trainer.carrier import MESSAGE_NBYTES, Carrier
 
 _BATCH_NBYTES = 1 << 20
-CHUNK_NBYTES = 16 << 20
-"""Largest message, and all that a writer ever holds of a payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +39,16 @@ class Placement:
         return [r for r, p in enumerate(self.payload_of) if p == payload]
 
 
+def writers_of(ranks: int, num_writers: int) -> list[int]:
+    """Ranks that write where not every owner does: spread evenly over the ranks, so that they sit on different hosts."""
+    num_writers = min(num_writers, ranks)
+    return [i * ranks // num_writers for i in range(num_writers)]
+
+
 def place(sizes: np.ndarray, num_writers: int, *, direct: bool = False) -> Placement:
     """Assign owners to writers.
 
-    Writers are spread evenly over the ranks, so that they sit on different hosts; each takes a run of neighbours cut by
-    bytes. Ranks without bytes take part in nothing.
+    Each of ``writers_of`` takes a run of neighbours cut by bytes. Ranks without bytes take part in nothing.
 
     Args:
         sizes: Bytes of each rank, int64 ``[ranks]``.
@@ -60,7 +57,7 @@ def place(sizes: np.ndarray, num_writers: int, *, direct: bool = False) -> Place
     """
     ranks = len(sizes)
     num_writers = min(num_writers, ranks)
-    writers = np.arange(ranks) if direct else np.arange(num_writers) * ranks // num_writers
+    writers = range(ranks) if direct else writers_of(ranks, num_writers)
     if direct:
         slot = np.arange(ranks)
     else:
@@ -76,74 +73,61 @@ def place(sizes: np.ndarray, num_writers: int, *, direct: bool = False) -> Place
         s = int(slot[r])
         if s not in index:
             index[s] = len(writer_of)
-            writer_of.append(int(writers[s]))
+            writer_of.append(writers[s])
             payload_nbytes.append(0)
         payload_of[r], offset_of[r] = index[s], payload_nbytes[index[s]]
         payload_nbytes[index[s]] += int(sizes[r])
     return Placement(tuple(payload_of), tuple(offset_of), tuple(writer_of), tuple(payload_nbytes))
 
 
-def send(
-    group: ProcessGroup, placement: Placement, parts: Iterable[bytes], timeout_s: float, device: torch.device
-) -> None:
+def send(carrier: Carrier, placement: Placement, parts: Iterable[bytes]) -> None:
     """Send this rank's bytes to its writer; nothing to do where it writes them itself or has none.
 
     *Collective*: point to point; the writer must be in ``receive`` for the payload.
 
     Args:
-        group: The gather group.
+        carrier: What takes messages to other ranks.
         placement: From ``place``.
         parts: This rank's frame bytes in order.
-        timeout_s: Longest wait for each message.
-        device: CPU for gloo; the rank's GPU for NCCL.
+
+    Raises:
+        RankFailedError: The writer did not take them.
     """
-    me = dist.get_rank(group)
+    me = dist.get_rank(carrier.group)
     payload = placement.payload_of[me]
     if payload < 0 or placement.writer_of[payload] == me:
         return
-    writer = placement.writer_of[payload]
-    for chunk in chunks(parts):
-        message = torch.frombuffer(chunk, dtype=torch.uint8).to(device)
-        _wait(
-            dist.isend(message, group=group, group_dst=writer), f"sending a payload to rank {writer}", timeout_s, writer
-        )
+    for message in messages(parts):
+        carrier.send(message, placement.writer_of[payload])
 
 
 def receive(
-    group: ProcessGroup | None,
-    placement: Placement,
-    payload: int,
-    sizes: np.ndarray,
-    own: Iterable[bytes],
-    timeout_s: float,
-    device: torch.device,
+    carrier: Carrier | None, placement: Placement, payload: int, sizes: np.ndarray, own: Iterable[bytes]
 ) -> Iterator[memoryview]:
     """Bytes of a payload in order, on its writer; each view is valid until the next.
 
     Consume it whole, also after an error elsewhere: its senders wait.
 
     Args:
-        group: The gather group, None alone.
+        carrier: What brings messages of other ranks; None alone.
         placement: From ``place``.
         payload: Which one.
         sizes: Bytes of each rank.
         own: This rank's frame bytes.
-        timeout_s: Longest wait for each message.
-        device: As in ``send``.
+
+    Raises:
+        RankFailedError: An owner did not send them.
     """
-    me = dist.get_rank(group) if group is not None else 0
-    buffer = torch.empty(min(CHUNK_NBYTES, int(sizes.max(initial=0))), dtype=torch.uint8, device=device)
+    me = 0 if carrier is None else dist.get_rank(carrier.group)
     for owner in placement.owners(payload):
-        if owner == me:
+        if owner == me or carrier is None:
             yield from _batches(own)
             continue
         left = int(sizes[owner])
         while left:
-            message = buffer[: min(left, CHUNK_NBYTES)]
-            work = dist.irecv(message, group=group, group_src=owner)
-            _wait(work, f"receiving the payload of rank {owner}", timeout_s, owner)
-            yield message.cpu().numpy().data
-            left -= message.numel()
+            message = carrier.receive(min(left, MESSAGE_NBYTES), owner)
+            yield message
+            left -= len(message)
 
 
 def _batches(parts: Iterable[bytes]) -> Iterator[memoryview]:
@@ -160,26 +144,17 @@ def _batches(parts: Iterable[bytes]) -> Iterator[memoryview]:
         yield memoryview(b"".join(batch))
 
 
-def chunks(parts: Iterable[bytes]) -> Iterator[bytearray]:
-    """Join parts to messages of exactly ``CHUNK_NBYTES``, the last one shorter."""
+def messages(parts: Iterable[bytes]) -> Iterator[bytearray]:
+    """Join parts to messages of exactly ``MESSAGE_NBYTES``, the last one shorter."""
     buffer = bytearray()
     for part in parts:
         view = memoryview(part)
         while len(view):
-            take = min(len(view), CHUNK_NBYTES - len(buffer))
+            take = min(len(view), MESSAGE_NBYTES - len(buffer))
             buffer += view[:take]
             view = view[take:]
-            if len(buffer) == CHUNK_NBYTES:
+            if len(buffer) == MESSAGE_NBYTES:
                 yield buffer
                 buffer = bytearray()
     if buffer:
         yield buffer
-
-
-def _wait(work: dist.Work | None, what: str, timeout_s: float, peer: int) -> None:
-    if work is None:
-        return
-    try:
-        work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as e:
-        raise RankFailedError(what, {peer: f"did not answer within {timeout_s:g} s: {e}"}) from e

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import torch
 
-from megasync.config import PublishConfig, SnapshotPlace
+from megasync.config import GatherKind, PublishConfig, SnapshotPlace
 from megasync.errors import MemoryPlanError
 from megasync.frames import MAX_FRAME_NBYTES
 from megasync.schema import Schema
 from megasync.trainer.agree import all_gather_bytes, rank_of
+from megasync.trainer.carrier import MESSAGE_NBYTES
 from megasync.trainer.device_plan import NUM_LANDINGS, copied_nbytes, device_work_nbytes, landing_nbytes
 from megasync.trainer.device_snapshot import one_queue
-from megasync.trainer.gather import CHUNK_NBYTES
 from megasync.trainer.memory_room import device_name, device_room, host_name, host_room
 from megasync.trainer.regions import Region
 
@@ -139,7 +139,8 @@ def plan_memory(
         rows.append(MemoryRow("mask", f"changed words at {PLANNED_DENSITY:.0%}", flights, 0, "running"))
     encoded = config.in_flight_limit * (2 * changed + values)
     rows.append(MemoryRow("in flight", f"encoded deltas at {PLANNED_DENSITY:.0%}", encoded, 0, "running"))
-    rows.append(MemoryRow("gather", "message buffers", 2 * CHUNK_NBYTES, 0, "running"))
+    by_nccl = config.gather is GatherKind.NCCL
+    rows.append(MemoryRow("gather", "message buffers", 2 * MESSAGE_NBYTES, MESSAGE_NBYTES * by_nccl, "running"))
     return MemoryPlan(tuple(rows))
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
-import torch
 
 from megasync.codecs.planes import LEVEL, LIBRARY
 from megasync.config import GatherKind, PublishConfig
@@ -27,6 +26,7 @@ from megasync.manifest import DIGEST_NBYTES, Manifest, payload_key
 from megasync.schema import Schema
 from megasync.sinks.base import Sink
 from megasync.trainer.agree import all_gather_bytes, broadcast_bytes, rank_of
+from megasync.trainer.carrier import Carrier
 from megasync.trainer.gather import Placement, place, receive, send
 from megasync.versions.anchor import anchor_header
 from megasync.versions.encode import Contribution, EncodedDelta, describe, merge_tables, read_contribution
@@ -83,8 +83,7 @@ class Publishing:
         sink: Where.
         config: Trainer-side configuration.
         group: gloo group of the worker thread's exchanges; None alone.
-        carrier: Group that carries payloads: the same, or an NCCL one.
-        device: Where messages lie: CPU for gloo, the rank's GPU for NCCL.
+        carrier: Takes payloads from rank to rank; None alone.
         closing: Set when the trainer gives up waiting: no further attempt is made.
         stuck: The sink's last answer, on every rank, once a head write has been in doubt for longer than ``give_up_s``: the
             version may still turn out durable. Empty while all is well.
@@ -94,8 +93,7 @@ class Publishing:
     sink: Sink
     config: PublishConfig
     group: ProcessGroup | None
-    carrier: ProcessGroup | None
-    device: torch.device
+    carrier: Carrier | None
     closing: Event
     stuck: str = ""
 
@@ -189,10 +187,10 @@ def _write_payloads(
     def attempt() -> _Status:
         waiting = [i for i in mine if i not in done]
         if p.carrier is not None and placement.payload_of[me] >= 0 and placement.payload_of[me] not in everywhere_done:
-            send(p.carrier, placement, delta.parts, p.config.timeout_s, p.device)
+            send(p.carrier, placement, delta.parts)
         status = _Status("done")
         for i in waiting:
-            bytes_of = receive(p.carrier, placement, i, sizes, delta.parts, p.config.timeout_s, p.device)
+            bytes_of = receive(p.carrier, placement, i, sizes, delta.parts)
             try:
                 p.sink.create(
                     payload_key(p.schema.run, version, epoch, i),

@@ -19,6 +19,7 @@ from megasync.errors import PlanError, RankFailedError
 from megasync.sinks.faulty import Fault, FaultySink
 from megasync.sinks.local import LocalSink
 from megasync.trainer.callback import MegasyncCallback
+from megasync.trainer.carrier import GlooCarrier
 from megasync.trainer.exporter import Exporter, Piece
 from megasync.trainer.gather import place, receive, send
 from megasync.types import Box, TensorSpec
@@ -291,13 +292,15 @@ def one_gigabyte_rank(rank: int, world: int) -> tuple[int, bytes]:
     parts = [part] * 64 if rank == 1 else []
     sizes = np.array([0, 64 << 24, 0], dtype=np.int64)
     placement = place(sizes, 1)
-    cpu = torch.device("cpu")
+    group = dist.group.WORLD
+    assert group is not None
+    carrier = GlooCarrier(group, 60)
     dist.barrier()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    send(dist.group.WORLD, placement, parts, 60, cpu)
+    send(carrier, placement, parts)
     digest = b""
     if rank == placement.writer_of[0]:
-        digest = content_digest(receive(dist.group.WORLD, placement, 0, sizes, parts, 60, cpu))
+        digest = content_digest(receive(carrier, placement, 0, sizes, parts))
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, digest
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from megasync.adapters.torch_trainer import TensorExporter
-from megasync.config import PublishConfig, SnapshotPlace
+from megasync.config import GatherKind, PublishConfig, SnapshotPlace
 from megasync.errors import MemoryPlanError
 from megasync.sinks.memory import MemorySink
 from megasync.trainer import memory_plan
 from megasync.trainer.callback import MegasyncCallback
+from megasync.trainer.carrier import MESSAGE_NBYTES
 from megasync.trainer.memory_plan import MemoryPlan, MemoryRow, check_memory, plan_memory
 from megasync.trainer.memory_room import device_room, host_name, host_room
 from tests.gpu import trainer_cases as cases
@@ -77,7 +78,8 @@ def test_the_peak_adds_what_overlaps() -> None:
 
 
 @pytest.mark.parametrize("place", list(SnapshotPlace))
-def test_rows_hold_what_is_owned(place: SnapshotPlace) -> None:
+def test_rows_hold_what_is_owned(place: SnapshotPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     rank = cases.make_rank(parts=3, index=1)
     owned = sum(r.data.nbytes for r in rank.regions)
     config = PublishConfig(snapshot=place)
@@ -95,6 +97,9 @@ def test_rows_hold_what_is_owned(place: SnapshotPlace) -> None:
     assert "version 0" not in gpu
     assert gpu["mask"][0] > 2 * owned // 16
     assert gpu["mask"][1] > 0
+    assert (host["gather"][0], gpu["gather"][1]) == (2 * MESSAGE_NBYTES, 0)
+    config = replace(config, gather=GatherKind.NCCL)
+    assert by_stage("cuda", anchor=False)["gather"] == (2 * MESSAGE_NBYTES, MESSAGE_NBYTES)
 
 
 def test_case_63_a_plan_that_does_not_fit_is_refused_at_the_start_with_its_numbers(

@@ -1,0 +1,207 @@
+"""Carrier: takes one message of a payload from a rank to another, over gloo or over NCCL.
+
+Under gather, for the worker thread alone. A NCCL message runs beside the trainer's own NCCL work, in no order that ranks
+share, and a message that waits on one GPU for its other half must not keep that GPU's trainer waiting: each rank would
+stand behind the other's. So nothing here is on a stream that the trainer uses, nothing is queued behind a message before
+the host has seen it end, and both ranks tell each other over gloo that they are there before either launches its half: a
+message is on the GPUs for as long as its bytes take. What is left is what NVIDIA's manual says of communicators that are
+used side by side: where both GPUs wait for all their streams at that moment (memory taken from CUDA or given back, code
+loaded), the trainers wait for each other until the deadline ends the message. Must not import receiver, an adapter or a sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megasync.errors import RankFailedError
+from megasync.trainer.agree_wait import global_ranks, text_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+MESSAGE_NBYTES = 16 << 20
+"""Largest message, and all that a writer ever holds of a payload."""
+
+_POLL_S = (
+    2e-4  # of host time between looks at a message on the GPU: a full one takes some 60 us by NVLink, 0.4 ms by network
+)
+
+
+class Carrier(Protocol):
+    """Messages between the ranks of a group. A send and the receive that belongs to it are called at any time, in any order."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Whose ranks the numbers are."""
+
+    def send(self, message: bytearray, peer: int) -> None:
+        """Send at most ``MESSAGE_NBYTES``; returns once they may be changed.
+
+        Raises:
+            RankFailedError: The other rank did not take them in time. The carrier cannot be used any more.
+        """
+
+    def receive(self, nbytes: int, peer: int) -> memoryview:
+        """The next ``nbytes`` bytes from a rank, valid until the next call.
+
+        Raises:
+            RankFailedError: They did not come in time. The carrier cannot be used any more.
+        """
+
+
+class GlooCarrier:
+    """From host memory to host memory.
+
+    Args:
+        group: The worker thread's gloo group.
+        timeout_s: Longest wait for each message.
+    """
+
+    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
+        self.group = group
+        self._timeout_s = timeout_s
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def send(self, message: bytearray, peer: int) -> None:
+        """See ``Carrier``."""
+        send_to(
+            self.group, torch.frombuffer(message, dtype=torch.uint8), peer, _sending(self.group, peer), self._timeout_s
+        )
+
+    def receive(self, nbytes: int, peer: int) -> memoryview:
+        """See ``Carrier``."""
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        message = self._buffer[:nbytes]
+        receive_from(self.group, message, peer, _receiving(self.group, peer), self._timeout_s)
+        return message.numpy().data
+
+
+class NcclCarrier:
+    """From device memory to device memory, on a stream of its own.
+
+    *Collective*: every rank of the group makes it, while none trains. All pairs of ranks that can meet are connected, and
+    all device memory is taken here: neither happens beside training.
+
+    Args:
+        group: NCCL group that nothing else uses.
+        rounds: The worker thread's gloo group, of the same ranks.
+        writers: Ranks that may receive.
+        device: This rank's GPU.
+        timeout_s: Longest wait for each message.
+
+    Raises:
+        RankFailedError: NCCL does not connect these ranks.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, rounds: ProcessGroup, writers: Sequence[int], device: torch.device, timeout_s: float
+    ) -> None:
+        self.group = group
+        self._rounds = rounds
+        self._timeout_s = timeout_s
+        self._token = torch.zeros(1, dtype=torch.uint8)
+        self._stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            self._buffer = torch.zeros(MESSAGE_NBYTES, dtype=torch.uint8, device=device)
+            self._stream.synchronize()
+            self._connect(writers)
+
+    def _connect(self, writers: Sequence[int]) -> None:
+        """A byte from every rank to every writer: NCCL joins two ranks when they first meet, for which it takes memory."""
+        me, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        byte = self._buffer[:1]
+        ends = [dist.P2POp(dist.isend, byte, group=self.group, group_peer=w) for w in writers if w != me]
+        if me in writers:
+            ends += [dist.P2POp(dist.irecv, byte, group=self.group, group_peer=r) for r in range(ranks) if r != me]
+        if not ends:
+            return
+        what = "connecting the ranks of gather=nccl (gather=gloo needs no GPU)"
+        try:
+            works = dist.batch_isend_irecv(ends)
+        except RuntimeError as e:
+            raise RankFailedError(what, {dist.get_rank(): text_of(e)}) from e
+        for work in works:
+            self._finish(work, what, me)
+
+    def send(self, message: bytearray, peer: int) -> None:
+        """See ``Carrier``."""
+        what = _sending(self.group, peer)
+        device_bytes = self._buffer[: len(message)]
+        with torch.cuda.device(self._buffer.device), torch.cuda.stream(self._stream):
+            device_bytes.copy_(torch.frombuffer(message, dtype=torch.uint8))
+            self._stream.synchronize()
+            receive_from(self._rounds, self._token, peer, what, self._timeout_s)
+            send_to(self._rounds, self._token, peer, what, self._timeout_s)
+            work = dist.isend(device_bytes, group=self.group, group_dst=peer)
+            self._finish(work, what, peer)
+
+    def receive(self, nbytes: int, peer: int) -> memoryview:
+        """See ``Carrier``."""
+        what = _receiving(self.group, peer)
+        device_bytes = self._buffer[:nbytes]
+        with torch.cuda.device(self._buffer.device), torch.cuda.stream(self._stream):
+            send_to(self._rounds, self._token, peer, what, self._timeout_s)
+            receive_from(self._rounds, self._token, peer, what, self._timeout_s)
+            work = dist.irecv(device_bytes, group=self.group, group_src=peer)
+            self._finish(work, what, peer)
+            return device_bytes.cpu().numpy().data
+
+    def _finish(self, work: Work | None, what: str, peer: int) -> None:
+        """Wait on the host: ``work.wait`` alone would first queue a wait for it on the stream, and others stand behind that."""
+        assert work is not None  # both are ranks of the group
+        deadline = monotonic() + self._timeout_s
+        try:
+            while not (ended := work.is_completed()) and monotonic() < deadline:
+                sleep(_POLL_S)
+            if ended:
+                work.wait()
+        except RuntimeError as e:
+            raise RankFailedError(what, {global_ranks(self.group)[peer]: text_of(e)}) from e
+        if not ended:
+            with suppress(RuntimeError):
+                self.group.abort()  # what waits on this GPU ends, and what waits for that goes on
+            why = f"NCCL did not end a message within {self._timeout_s:g} s; gather=gloo needs no GPU"
+            raise RankFailedError(what, {global_ranks(self.group)[peer]: why})
+
+
+def send_to(group: ProcessGroup, tensor: torch.Tensor, peer: int, what: str, timeout_s: float) -> None:
+    """Send CPU bytes over gloo and wait until they are taken.
+
+    Raises:
+        RankFailedError: They were not taken in time.
+    """
+    _wait(dist.isend(tensor, group=group, group_dst=peer), group, peer, what, timeout_s)
+
+
+def receive_from(group: ProcessGroup, tensor: torch.Tensor, peer: int, what: str, timeout_s: float) -> None:
+    """Fill CPU bytes from a rank over gloo.
+
+    Raises:
+        RankFailedError: They did not come in time.
+    """
+    _wait(dist.irecv(tensor, group=group, group_src=peer), group, peer, what, timeout_s)
+
+
+def _wait(work: Work | None, group: ProcessGroup, peer: int, what: str, timeout_s: float) -> None:
+    assert work is not None  # both are ranks of the group
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as e:
+        why = f"did not answer within {timeout_s:g} s: {text_of(e)}"
+        raise RankFailedError(what, {global_ranks(group)[peer]: why}) from e
+
+
+def _sending(group: ProcessGroup, peer: int) -> str:
+    return f"sending a payload to rank {global_ranks(group)[peer]}"
+
+
+def _receiving(group: ProcessGroup, peer: int) -> str:
+    return f"receiving the payload of rank {global_ranks(group)[peer]}"
