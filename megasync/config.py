@@ -62,7 +62,10 @@ class OnError(Enum):
 
 
 class FirstDifference(Enum):
-    """What a trainer that starts elsewhere than version 0 does."""
+    """What a trainer does that starts elsewhere than the run's newest version, or than the checkpoint of a fresh run.
+
+    ``publish`` makes the difference its first delta, ``refuse`` ends the start.
+    """
 
     PUBLISH = "publish"
     REFUSE = "refuse"
@@ -86,7 +89,7 @@ class PublishConfig:
         timeout_s: Longest wait for a rank or a sink operation.
         give_up_s: How long an unreachable sink is retried before the publication fails.
         check_replicas_every: Compare replicas every so many publications; 0 only at plan time.
-        first_difference: What to do where the trainer's weights are not version 0.
+        first_difference: What to do where the trainer's weights are not the version it starts from.
         max_first_density: A first delta denser than this is refused: it is another model, not a step.
         sign_key: Shared key that manifests are signed with; empty for unsigned.
         check_memory: Refuse a start whose memory plan does not fit; off, it is only logged (hosts that grow memory on

@@ -106,12 +106,7 @@ class RemoteSink(Sink):
 
     def keys(self, prefix: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[str]:
         """See ``Sink.keys``. A snapshot of the moment of the call."""
-
-        def talk(channel: Channel, deadline: Deadline) -> bytes:
-            return _receive_body(channel, _answer(channel, deadline).body_nbytes, None, deadline)
-
-        listing = self._call(Request("keys", check_prefix(prefix), timeout_s), talk)
-        return iter(listing.decode().split("\n") if listing else [])
+        return iter(self._lines(Request("keys", check_prefix(prefix), timeout_s)))
 
     def delete(self, key: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """See ``Sink.delete``."""
@@ -121,6 +116,10 @@ class RemoteSink(Sink):
         """See ``Sink.read_head``."""
         answer = self._call(Request("read_head", check_run(run), timeout_s), _answer)
         return answer.document if answer.present else None
+
+    def heads(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+        """See ``Sink.heads``."""
+        return self._lines(Request("heads", "", timeout_s))
 
     def swap_head(self, run: str, expected: bytes | None, new: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """See ``Sink.swap_head``."""
@@ -144,6 +143,13 @@ class RemoteSink(Sink):
             idle, self._idle = self._idle, []
         for channel in idle:
             channel.close()
+
+    def _lines(self, request: Request) -> list[str]:
+        def talk(channel: Channel, deadline: Deadline) -> bytes:
+            return _receive_body(channel, _answer(channel, deadline).body_nbytes, None, deadline)
+
+        listing = self._call(request, talk)
+        return listing.decode().split("\n") if listing else []
 
     def _call(self, request: Request, talk: Callable[[Channel, Deadline], T]) -> T:
         """Send a request and have ``talk`` receive the answer, on a connection of this call alone."""

@@ -171,6 +171,9 @@ class SinkServer:
             case "keys":
                 listing = "\n".join(sink.keys(key, timeout_s=left_s)).encode()
                 return Answer(body_nbytes=len(listing)), iter([listing])
+            case "heads":
+                listing = "\n".join(sink.heads(timeout_s=left_s)).encode()
+                return Answer(body_nbytes=len(listing)), iter([listing])
             case "delete":
                 sink.delete(key, timeout_s=left_s)
                 return Answer(), nothing

@@ -31,7 +31,7 @@ from megasync.trainer.guards import check_drift, check_first, check_settings
 from megasync.trainer.hooks import StepHooks
 from megasync.trainer.inflight import Flight, InFlight, error_of
 from megasync.trainer.masker import AnchorMasked, FailedMasked, Masked, Masker
-from megasync.trainer.publish import Outcome, Publishing
+from megasync.trainer.publishing import Outcome, Publishing
 from megasync.trainer.start import Started, start, together
 
 if TYPE_CHECKING:

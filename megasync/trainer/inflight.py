@@ -24,7 +24,8 @@ from megasync.telemetry import Telemetry
 from megasync.trainer.agree import all_gather_bytes
 from megasync.trainer.agree_wait import global_ranks
 from megasync.trainer.masker import Masked
-from megasync.trainer.publish import Outcome, Publishing, publish
+from megasync.trainer.publish import publish
+from megasync.trainer.publishing import Outcome, Publishing
 from megasync.versions.encode import EncodedDelta
 from megasync.versions.lineage import Lineage
 

@@ -30,7 +30,7 @@ from megasync.trainer.mask import words_of
 from megasync.trainer.memory_plan import check_memory, plan_memory
 from megasync.trainer.metadata import exchange
 from megasync.trainer.plan import OwnershipPlan, make_plan
-from megasync.trainer.publish import HEAD_WRITER
+from megasync.trainer.publishing import HEAD_WRITER
 from megasync.trainer.regions import match_regions
 from megasync.trainer.replicas import LanesOf, check_replicas, check_sources, host_lanes
 from megasync.trainer.seed import (
@@ -156,13 +156,13 @@ def start(
     if newest is not None:
         root = content_digest(lineage.states.tobytes(), XXH3_128)
         together(group, "comparing the snapshot with the head", timeout, lambda: require_root(root, newest))
-        if config.first_difference is FirstDifference.REFUSE:
-            together(
-                group, "comparing the trainer with the head", timeout, lambda: _refuse_difference(snapshot, newest)
-            )
-    elif checkpoint is not None:
-        lineage = _publish_checkpoint(sink, config, group, lineage)
     anchor = newest is None and checkpoint is None
+    if config.first_difference is FirstDifference.REFUSE and not anchor:
+        version = 0 if newest is None else newest.version
+        what = f"comparing the trainer with version {version}"
+        together(group, what, timeout, lambda: _refuse_difference(snapshot, config.run, version))
+    if newest is None and checkpoint is not None:
+        lineage = _publish_checkpoint(sink, config, group, lineage)
     if anchor:
         lineage = Lineage(schema, head, -1, b"", frozen, lineage.mix)
     mine = lineage if rank_of(group) == HEAD_WRITER else None
@@ -282,7 +282,7 @@ def _same_everywhere(group: ProcessGroup | None, digest: bytes, what: str, timeo
     agree(group, error, what, timeout_s)
 
 
-def _refuse_difference(snapshot: Snapshot, newest: Manifest) -> None:
+def _refuse_difference(snapshot: Snapshot, run: str, version: int) -> None:
     differing = [
         snapshot.schema.tensors[r.tensor_id].name
         for i, r in enumerate(snapshot.regions)
@@ -290,7 +290,7 @@ def _refuse_difference(snapshot: Snapshot, newest: Manifest) -> None:
     ]
     if differing:
         raise BaseMismatchError(
-            f"the trainer starts elsewhere than version {newest.version} of run {newest.run!r}: {len(differing)} tiles "
+            f"the trainer starts elsewhere than version {version} of run {run!r}: {len(differing)} tiles "
             f"differ, first in {differing[0]}; load that version, or set first_difference=publish"
         )
 

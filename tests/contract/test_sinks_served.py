@@ -224,6 +224,14 @@ def test_any_sink_can_be_served(tmp_path: Path, client: Client) -> None:
     server.close()
 
 
+def test_heads_are_listed_as_the_served_sink_lists_them(server: SinkServer, memory: MemorySink, client: Client) -> None:
+    with client(server) as sink:
+        assert sink.heads() == []
+        for run in ("run2", "run"):
+            sink.swap_head(run, None, b"x")
+        assert sink.heads() == memory.heads() == ["run", "run2"]
+
+
 def test_bad_arguments(memory: MemorySink) -> None:
     with pytest.raises(ValueError, match="16 at least"):
         SinkServer(memory, b"short")

@@ -19,7 +19,7 @@ from megasync.receiver.applier import Applier
 from megasync.sinks.faulty import Fault, FaultySink
 from megasync.sinks.memory import MemorySink
 from megasync.trainer.callback import MegasyncCallback
-from megasync.trainer.publish import Outcome
+from megasync.trainer.publishing import Outcome
 from megasync.versions.publication import PublicationReader
 from tests.unit.receiving import plain_engine
 from tests.unit.test_publish_alone import Tensors, assert_same, change, copy, model, rebuild

@@ -15,7 +15,7 @@ from megasync.manifest import decode_head
 from megasync.sinks.faulty import Fault, FaultySink
 from megasync.sinks.memory import MemorySink
 from megasync.trainer.callback import MegasyncCallback
-from megasync.trainer.publish import Outcome
+from megasync.trainer.publishing import Outcome
 from megasync.versions.head import claim
 from megasync.versions.publication import PublicationReader
 from tests.unit.test_publish_alone import assert_same, change, copy, rebuild

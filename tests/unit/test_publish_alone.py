@@ -179,6 +179,29 @@ def test_a_restart_elsewhere_is_refused_where_configured() -> None:
         MegasyncCallback(TensorExporter(tensors), sink, refusing).on_train_start()
 
 
+def test_a_fresh_run_that_starts_elsewhere_than_its_base_is_refused_where_configured(tmp_path: Path) -> None:
+    tensors = model()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    refusing = PublishConfig(first_difference=FirstDifference.REFUSE)
+    same = MegasyncCallback(TensorExporter(tensors), MemorySink(), refusing, base=tmp_path)
+    same.on_train_start()
+    same.on_train_end()
+    change(tensors, 0.001, 3)
+    sink = MemorySink()
+    with pytest.raises(RankFailedError, match="starts elsewhere than version 0 of run 'run'"):
+        MegasyncCallback(TensorExporter(tensors), sink, refusing, base=tmp_path).on_train_start()
+    assert PublicationReader(sink, "run").newest() is None
+    publishing = MegasyncCallback(TensorExporter(tensors), sink, PublishConfig(), base=tmp_path)
+    publishing.on_train_start()
+    publishing.step_end()
+    publishing.on_train_end()
+    reader = PublicationReader(sink, "run")
+    newest = reader.newest()
+    assert newest is not None
+    assert newest.version == 1
+    assert_same(rebuild(reader, newest, copy(model())), copy(tensors))
+
+
 def test_a_first_delta_that_is_another_model_is_refused() -> None:
     sink = MemorySink()
     first = MegasyncCallback(TensorExporter(model()), sink, PublishConfig())
