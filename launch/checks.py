@@ -13,9 +13,11 @@ from megasync.codecs.choice import check_codec
 from megasync.config import GatherKind, SnapshotPlace
 from megasync.manifest import check_run
 from megasync.receiver.backends import backend_names
+from megasync.sinks.registry import known_schemes
 
 _LONGEST_S = 86_400.0
 _MOST_DIGITS = 32
+_OWN_MEMORY = ("memory", "pg")
 _MOST_SEED = 2**31 - 1
 
 
@@ -156,6 +158,21 @@ def _parallel_faults(s: Settings, world_size: int) -> list[str]:
     return faults
 
 
+def _sink_faults(url: str | None) -> list[str]:
+    if not url:
+        return ["no sink: publications need a place that trainer and engine reach: sink=local, or sink.url=<URL>"]
+    scheme, colon, rest = url.partition(":")
+    scheme, known = scheme.lower(), known_schemes()
+    if colon and scheme in _OWN_MEMORY:
+        return [f"sink.url={url} ends with the trainer's processes: take a directory or an object store"]
+    usable = ", ".join(f"{name}://" for name in sorted(known) if name not in _OWN_MEMORY)
+    if "://" in url and scheme not in known:
+        return [f"sink.url={url}: no sink for scheme {scheme!r}; take a path, or one of {usable}"]
+    if scheme in known and not rest.startswith("//") and not (scheme == "file" and rest.startswith("/")):
+        return [f"sink.url={url} is neither a URL nor a plain path: take a path (./{url}), or one of {usable}"]
+    return []
+
+
 def _publish_faults(s: Settings) -> list[str]:
     faults: list[str] = []
     for name, run in (("publish.run", s.publish.run), ("apply.run", s.apply.run)):
@@ -173,10 +190,7 @@ def _publish_faults(s: Settings) -> list[str]:
         faults.append("sign_key: both ends need the same one; set sign_key=<TEXT>, which sets both")
     if s.engine.backend not in (known := backend_names("cpu")):
         faults.append(f"engine.backend={s.engine.backend}: on the CPU take one of {', '.join(known)}")
-    if not s.sink.url:
-        faults.append("no sink: publications need a place that trainer and engine reach: sink=local, or sink.url=<URL>")
-    elif s.sink.url.startswith(("memory:", "pg:")):
-        faults.append(f"sink.url={s.sink.url} ends with the trainer's processes: take a directory or an object store")
+    faults += _sink_faults(s.sink.url)
     if s.engine.kind != "hugging_face":
         faults.append(f"engine.kind={s.engine.kind}: this job runs a transformers model: engine=hugging_face")
     if s.engine.colocated:

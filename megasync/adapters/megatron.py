@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megasync.adapters.megatron_arguments import check_choices, checked_chunks
 from megasync.adapters.megatron_leaves import ddp_of, unwrap
 from megasync.adapters.megatron_plan import Anchorage, ExportPlan, plan_export
 from megasync.adapters.names import NameTable
@@ -50,6 +51,10 @@ class MegatronExporter(Exporter):
         checkpoint: Whose names and shapes quantised parameters take; FP8 blocks always take ``deepseek``'s.
         group: Process group of all ranks of the run, its own, for the check that all parts of a quantised weight share one
             amax. Needed on every rank where any rank has quantised parameters; None: this rank is alone.
+
+    Raises:
+        TypeError: An argument of another kind: one chunk instead of a list, a table's name, what is no Megatron-core model.
+        ValueError: No chunks, an impossible vocabulary, or an unknown checkpoint.
     """
 
     def __init__(
@@ -62,11 +67,8 @@ class MegatronExporter(Exporter):
         checkpoint: Checkpoint = "modelopt",
         group: ProcessGroup | None = None,
     ) -> None:
-        if not chunks:
-            raise ValueError("no model chunks to export")
-        if vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"vocab_size must be positive, not {vocab_size}")
-        self._chunks = list(chunks)
+        self._chunks = checked_chunks(chunks)
+        check_choices(names, vocab_size, metadata, checkpoint)
         self._models = [unwrap(c) for c in self._chunks]
         self._names = names
         self._vocab_size = vocab_size

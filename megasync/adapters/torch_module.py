@@ -16,6 +16,7 @@ from threading import Condition
 
 import torch
 
+from megasync.adapters.arguments import kind_of, listed, pattern, require_callable, require_module
 from megasync.adapters.torch_module_casts import cast_group
 from megasync.adapters.torch_module_sketch import Sketch
 from megasync.errors import PlanError, RetryError, TaintedError
@@ -56,6 +57,10 @@ class TorchModuleEngine(Engine):
         seed: Canonical words by name and box, for casts that cannot be turned around.
         observe: Output for a fixed input, for the self-test.
         pause_timeout_s: Longest wait for running forward passes.
+
+    Raises:
+        TypeError: An argument of another kind (a state_dict for the module, a text for a list of them).
+        ValueError: A text that is no regular expression.
     """
 
     name = "torch module"
@@ -71,10 +76,19 @@ class TorchModuleEngine(Engine):
         observe: Callable[[], bytes] | None = None,
         pause_timeout_s: float = 60.0,
     ) -> None:
+        who = type(self).__name__
+        require_module(who, module)
+        if not isinstance(exclude, Mapping | None):
+            raise TypeError(
+                f"{who} got {kind_of(exclude)} for exclude, expected a mapping: give each regular expression with the reason"
+            )
+        for name, given in (("seed", seed), ("observe", observe)):
+            if given is not None:
+                require_callable(who, name, given)
         self.module = module
-        self.rules = tuple(rules)
-        self.exclude = {re.compile(p): why for p, why in (exclude or {}).items()}
-        self.local = tuple(re.compile(p) for p in local)
+        self.rules = listed(who, "rules", rules, "functions")
+        self.exclude = {pattern(who, "exclude", p): why for p, why in (exclude or {}).items()}
+        self.local = tuple(pattern(who, "local", p) for p in listed(who, "local", local))
         self.pause_timeout_s = pause_timeout_s
         self.version = -1
         self._seed, self._observe = seed, observe

@@ -27,6 +27,7 @@ class TransformersEngine(TorchModuleEngine):
     excluded with that reason.
 
     Raises:
+        TypeError: An argument of another kind, such as a state_dict for the module.
         MissingPackageError: transformers 5 is not installed.
     """
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from megasync.adapters.arguments import listed, require_callable
 from megasync.errors import PlanError
 from megasync.trainer.exporter import Exporter, Piece
 from megasync.types import Box, TensorSpec
@@ -51,7 +52,7 @@ class TensorExporter(Exporter):
         volatile: Names that something other than the optimizer writes.
 
     Raises:
-        TypeError: Something else than a mapping of names to plain torch tensors.
+        TypeError: Something else than a mapping of names to plain torch tensors, or another argument of another kind.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class TensorExporter(Exporter):
         volatile: Iterable[str] = (),
     ) -> None:
         _check_tensors(tensors)
-        self._layer_of, self._volatile = layer_of, frozenset(volatile)
+        require_callable("TensorExporter", "layer_of", layer_of)
+        self._layer_of, self._volatile = layer_of, frozenset(listed("TensorExporter", "volatile", volatile))
         self._module: torch.nn.Module | None = None
         self._saved: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}

@@ -281,6 +281,8 @@ class LocalSink(Sink):
     def leftovers(self, prefix: str, *, min_age_s: float = 3600.0) -> list[str]:
         """See ``Sink.leftovers``. By age alone, so that it works where nothing may be locked or written."""
         folder = os.path.join(self.directory, *check_prefix(prefix).split("/"))  # noqa: PTH118
+        if os.path.isdir(self.directory) and not os.path.isdir(folder):  # noqa: PTH112
+            return []
         with files.os_errors(f"list what was left behind in {self.describe()}"):
             return sorted(
                 os.path.relpath(os.path.join(path, name), self.directory)  # noqa: PTH118

@@ -28,6 +28,13 @@ EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 EXIT_TERMINATED = 143
 _OWN_MEMORY = ("memory://", "pg://")
+_GIVEN = {
+    "base": "BASE_DIR is empty, expected a checkpoint's directory or file",
+    "new": "NEW_DIR is empty, expected a checkpoint's directory or file",
+    "sink": "the sink is empty, expected a directory or a URL",
+    "out": "--out is empty, expected a new directory",
+    "run": "--run is empty, expected a run's name",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,13 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     arguments = _parser("--json" in argv).parse_args(argv)
     try:
+        _require_given(arguments)
         result, status = arguments.work(arguments)
     except (MegasyncError, OSError) as e:
         return _complain(arguments.json, e, EXIT_FAULT)
     except (ValueError, TypeError, KeyError) as e:
         return _complain(arguments.json, e, EXIT_USAGE)
-    _print(json.dumps(result, indent=2, sort_keys=True) if arguments.json else _text(result))
+    from megasync.tools.text import text_of
+
+    _print(json.dumps(result, indent=2, sort_keys=True) if arguments.json else text_of(result))
     return int(status)
+
+
+def _require_given(a: argparse.Namespace) -> None:
+    """Refuse empty names: a path made of one is the working directory, an empty run would be all of them."""
+    for name, fault in _GIVEN.items():
+        if getattr(a, name, None) == "":
+            raise ValueError(f"{fault}: is a variable of the shell not set? Nothing was touched")
 
 
 class _TerminatedError(KeyboardInterrupt):
@@ -144,7 +161,7 @@ def _diff(a: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from megasync.tools.diff import diff
 
     with _sink(a) as sink:
-        return asdict(diff(a.base, a.new, sink, run=a.run, codec=a.codec)), 0
+        return asdict(diff(Path(a.base), Path(a.new), sink, run=a.run, codec=a.codec)), 0
 
 
 def _apply(a: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -153,24 +170,15 @@ def _apply(a: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from megasync.tools.rebuild import rebuild
 
     with _sink(a) as sink:
-        return asdict(rebuild(a.base, sink, a.out, run=a.run, version=a.version)), 0
+        return asdict(rebuild(Path(a.base), sink, Path(a.out), run=a.run, version=a.version)), 0
 
 
 def _inspect(a: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from megasync.tools.examine import examine
 
     with _sink(a) as sink:
-        runs, shown, whole = _runs(a, sink), list[dict[str, Any]](), True
-        for run in runs:
-            try:
-                shown.append(examine(sink, run))
-            except MegasyncError as e:
-                if len(runs) == 1:
-                    raise
-                # One damaged run must not hide the others.
-                shown.append({"run": run, "fault": f"{type(e).__name__}: {e}"})
-                whole = False
-        return {"sink": sink.describe(), "runs": shown}, 0 if whole else EXIT_FAULT
+        shown = [examine(sink, run) for run in _runs(a, sink)]
+        return {"sink": sink.describe(), "runs": shown}, EXIT_FAULT if any(r["faults"] for r in shown) else 0
 
 
 def _verify(a: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -198,8 +206,8 @@ def _sink(a: argparse.Namespace) -> Sink:
 def _runs(a: argparse.Namespace, sink: Sink) -> list[str]:
     from megasync.tools.examine import runs_of
 
-    if a.run and sink.read_head(a.run) is None:
-        raise ValueError(f"{sink.describe()} holds no run {a.run!r}; it holds {runs_of(sink) or 'none'}")
+    if a.run and sink.read_head(a.run) is None and a.run not in (known := runs_of(sink)):
+        raise ValueError(f"{sink.describe()} holds no run {a.run!r}; it holds {known or 'none'}")
     found = [a.run] if a.run else runs_of(sink)
     if not found:
         raise ValueError(f"{sink.describe()} holds no run; name it with --run if it was claimed but never published")
@@ -235,10 +243,8 @@ def _parser(as_json: bool = False) -> argparse.ArgumentParser:
         return p
 
     p = command("diff", _diff, "publish the difference of two checkpoints")
-    p.add_argument(
-        "base", metavar="BASE_DIR", type=Path, help="checkpoint of the run's head (version 0 of a fresh run)"
-    )
-    p.add_argument("new", metavar="NEW_DIR", type=Path, help="the same tensors, other bytes")
+    p.add_argument("base", metavar="BASE_DIR", help="checkpoint of the run's head (version 0 of a fresh run)")
+    p.add_argument("new", metavar="NEW_DIR", help="the same tensors, other bytes")
     p.add_argument("--sink", required=True, help="directory or URL to publish to")
     p.add_argument("--run", default="run", help="name of the run (default: run)")
     p.add_argument("--codec", default="sparse", choices=names, metavar="C", help=f"one of {', '.join(names)}")
@@ -246,7 +252,6 @@ def _parser(as_json: bool = False) -> argparse.ArgumentParser:
     p.add_argument(
         "base",
         metavar="BASE_DIR",
-        type=Path,
         help="checkpoint of the wanted version or an earlier one; any one of the model where the run starts with an anchor",
     )
     p.add_argument("--sink", required=True, help="directory or URL of the run")
@@ -254,7 +259,7 @@ def _parser(as_json: bool = False) -> argparse.ArgumentParser:
     p.add_argument(
         "--version", type=int, metavar="V", help="wanted version, not before the base's (default: the head's)"
     )
-    p.add_argument("--out", required=True, type=Path, help="new directory")
+    p.add_argument("--out", required=True, help="new directory")
     for name, work, help in (
         ("inspect", _inspect, "show the versions of a run"),
         ("verify", _verify, "read everything and compare all digests; the exit status says whether all is whole"),
@@ -263,30 +268,6 @@ def _parser(as_json: bool = False) -> argparse.ArgumentParser:
         p.add_argument("sink", metavar="SINK", help="directory or URL")
         p.add_argument("--run", help="only this run")
     return parser
-
-
-def _text(value: Any, indent: int = 0) -> str:
-    """Nested dicts and lists as indented lines; lists of flat rows as a table."""
-    pad = " " * indent
-    if isinstance(value, dict):
-        lines = []
-        for k, v in value.items():
-            if (isinstance(v, dict) and v) or (isinstance(v, list) and v and isinstance(v[0], dict)):
-                lines.append(f"{pad}{k}:\n{_text(v, indent + 2)}")
-            else:
-                lines.append(f"{pad}{k}: {_flat(v)}")
-        return "\n".join(lines)
-    if isinstance(value, list):
-        return f"\n{pad}--\n".join(_text(v, indent) for v in value)
-    return f"{pad}{_flat(value)}"
-
-
-def _flat(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list):
-        return ", ".join(map(str, value[:20])) + (f" ... ({len(value)} in all)" if len(value) > 20 else "") or "none"
-    return str(value)
 
 
 if __name__ == "__main__":

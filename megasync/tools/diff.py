@@ -16,7 +16,13 @@ import numpy as np
 from megasync.codecs.choice import check_codec
 from megasync.codecs.planes import LEVEL, LIBRARY
 from megasync.digest import XXH3_128, box_lanes, content_digest
-from megasync.errors import BaseMismatchError, FormatError, MegasyncError, SchemaMismatchError, SinkConflictError
+from megasync.errors import (
+    BaseMismatchError,
+    FormatError,
+    MegasyncError,
+    SchemaMismatchError,
+    SinkConflictError,
+)
 from megasync.frames import FrameRecord, make_table
 from megasync.manifest import Head, Manifest, check_run, decode_manifest, manifest_key, payload_key
 from megasync.schema import Schema, make_schema, require_same
@@ -102,6 +108,7 @@ def diff(base_dir: Path, new_dir: Path, sink: Sink, *, run: str = "run", codec: 
         FormatError: A checkpoint is broken, or has tensors that the format cannot carry; nothing was written.
         SchemaMismatchError: The two are not one model, or not the run's.
         BaseMismatchError: The run's head is not the base.
+        RetryError: The run's head was lost, its versions are there; or the sink does not answer.
         ValueError: The run is signed.
         SinkConflictError: Another publisher has the run; what this one wrote of the new version was removed.
     """

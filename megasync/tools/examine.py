@@ -12,9 +12,10 @@ import numpy as np
 from megasync.codecs.registry import codec_by_id
 from megasync.digest import state_lanes
 from megasync.errors import FormatError, MegasyncError
-from megasync.manifest import Manifest, decode_head, manifest_key, root_of
+from megasync.manifest import Head, Manifest, decode_head, manifest_key, root_of
 from megasync.schema import Schema
 from megasync.sinks.base import Sink
+from megasync.tools.survey import survey
 from megasync.types import Entries, Lanes
 from megasync.versions.changes import word_sums
 from megasync.versions.publication import PublicationReader, decode_frame
@@ -42,26 +43,35 @@ def _was_published(sink: Sink, run: str) -> bool:
 
 
 def examine(sink: Sink, run: str, *, key: bytes | None = None) -> dict[str, Any]:
-    """Facts of a run from its documents; no payload is read.
+    """Facts of a run from its documents, of whatever versions can be read; no payload is read.
 
     Returns:
-        ``run``, ``head`` (None while nothing was published), ``tensors``, ``full_nbytes`` and ``versions``, oldest
-        first, each with its codecs, sizes and counts.
+        ``run``, ``head`` (None where it is missing or cannot be read; version -1 where the run was claimed and has none),
+        ``schema``, ``tensors`` and ``full_nbytes`` where a version can be read, ``versions``, oldest first, each with its
+        codecs, sizes, counts and how it hangs together with the others (``Survey.link_of``), ``unreadable`` ones,
+        ``objects`` that lie there where that is not told by the versions, and ``faults``.
     """
-    reader = PublicationReader(sink, run, key)
-    head = reader.head()
-    if head is None or head.version < 0:
-        return {"run": run, "head": None, "versions": []}
-    newest = reader.manifest(head.version, head.epoch, head.digest)
-    schema = reader.schema(newest.schema_digest)
-    return {
-        "run": run,
-        "head": {"version": head.version, "epoch": head.epoch, "fence": head.fence, "digest": head.digest.hex()},
-        "schema": schema.digest.hex(),
-        "tensors": len(schema.tensors),
-        "full_nbytes": schema.nbytes,
-        "versions": [_row(m) for m in reader.chain(newest)],
-    }
+    found = survey(sink, run, key=key)
+    out: dict[str, Any] = {"run": run, "head": _head_of(found.head)}
+    if found.chains:
+        schema = found.reader.schema(found.chains[0][-1].schema_digest)
+        out |= {"schema": schema.digest.hex(), "tensors": len(schema.tensors), "full_nbytes": schema.nbytes}
+    if found.objects is not None:
+        there = found.objects
+        out["objects"] = {
+            "manifests": len(there.manifests),
+            "payloads": there.payloads,
+            "schemas": there.schemas,
+            "state_tables": there.state_tables,
+        }
+    out["versions"] = [_row(m) | {"chain": found.link_of(m)} for m in found.manifests]
+    return out | {"unreadable": sorted(found.unreadable), "faults": found.faults}
+
+
+def _head_of(head: Head | None) -> dict[str, Any] | None:
+    if head is None:
+        return None
+    return {"version": head.version, "epoch": head.epoch, "fence": head.fence, "digest": head.digest.hex()}
 
 
 def _row(m: Manifest) -> dict[str, Any]:
@@ -93,16 +103,22 @@ class VerifyReport:
     Attributes:
         run: Run.
         versions: Versions checked, oldest first.
+        unreadable: Versions that could not be, because their manifest is damaged, gone or refused.
+        unchained: Versions checked to which no anchor or checkpoint leads: their roots could not be followed.
+        unreached: Versions checked to which the head does not lead.
         frames: Frames read and decoded.
         nbytes: Stored bytes read.
         faults: What is wrong; empty for a whole run.
-        orphans: Keys that no head chain names (garbage of dead epochs), and what writers that were killed more than an hour
-            ago left half-written; no fault.
+        orphans: Keys that no head chain names (garbage of dead epochs; told only of a run whose chain is whole), and what
+            writers that were killed more than an hour ago left half-written; no fault.
         complete: The chain leads back to an anchor or a checkpoint, and all that it names is there and whole.
     """
 
     run: str
     versions: list[int] = field(default_factory=list)
+    unreadable: list[int] = field(default_factory=list)
+    unchained: list[int] = field(default_factory=list)
+    unreached: list[int] = field(default_factory=list)
     frames: int = 0
     nbytes: int = 0
     faults: list[str] = field(default_factory=list)
@@ -111,33 +127,39 @@ class VerifyReport:
 
 
 def verify(sink: Sink, run: str, *, key: bytes | None = None) -> VerifyReport:
-    """Read everything that a run's head reaches: digests, decoding, counts, state digests and chain.
+    """Read everything of a run that can be read: digests, decoding, counts, sizes, state digests and chain.
 
-    State digests are followed from the oldest table: each delta's change is ``old XOR value`` only at the receiver, so
-    here the touched-old and new sums are compared with the root's table.
+    State digests are followed from the oldest table of each chain: each delta's change is ``old XOR value`` only at the
+    receiver, so here the touched-old and new sums are compared with the root's table.
     """
-    report = VerifyReport(run)
-    reader = PublicationReader(sink, run, key)
-    try:
-        newest = reader.newest()
-        if newest is None:
-            report.faults.append(f"run {run!r} has no publication in {sink.describe()}")
-            return report
-        manifests = reader.chain(newest)
-    except MegasyncError as e:
-        report.faults.append(str(e))
-        return report
-    states: np.ndarray | None = None
-    for m in manifests:
-        report.versions.append(m.version)
-        try:
-            states = _follow(reader, m, states)
-        except MegasyncError as e:
-            report.faults.append(f"version {m.version}: {e}")
-        _read_frames(reader, m, states, report)
-    reached = {k for m in manifests for k in _keys_of(m)}
-    report.orphans = [k for k in sink.keys(run) if k not in reached and "/v" in k] + sink.leftovers(run)
-    report.complete = manifests[0].what != "delta" and not report.faults
+    found = survey(sink, run, key=key)
+    reader, manifests = found.reader, found.manifests
+    report = VerifyReport(
+        run,
+        versions=[m.version for m in manifests],
+        unreadable=sorted(found.unreadable),
+        unchained=[m.version for m in manifests if m.digest not in found.started],
+        unreached=[m.version for m in manifests if m.digest not in found.reached],
+        faults=list(found.faults),
+    )
+    if not manifests and not report.faults:
+        report.faults.append(
+            f"run {run!r} has no publication in {sink.describe()}: it was claimed and has no version yet (there: "
+            f"{found.objects}). Verify it once its trainer has published"
+        )
+    for chain in found.chains:
+        states: np.ndarray | None = None
+        for m in chain:
+            try:
+                states = _follow(reader, m, states)
+            except MegasyncError as e:
+                report.faults.append(f"version {m.version}: {e}")
+            _read_payloads(reader, m, states, report)
+    if not found.faults:
+        reached = {k for m in manifests for k in _keys_of(m)}
+        report.orphans = [k for k in sink.keys(run) if k not in reached and "/v" in k]
+    report.orphans += sink.leftovers(run)
+    report.complete = bool(manifests) and not report.faults
     return report
 
 
@@ -153,11 +175,14 @@ def _follow(reader: PublicationReader, m: Manifest, states: np.ndarray | None) -
     return states
 
 
-def _read_frames(reader: PublicationReader, m: Manifest, states: np.ndarray | None, report: VerifyReport) -> None:
-    schema = reader.schema(m.schema_digest)
+def _read_payloads(reader: PublicationReader, m: Manifest, states: np.ndarray | None, report: VerifyReport) -> None:
+    schema, before = reader.schema(m.schema_digest), len(report.faults)
+    absent = _check_sizes(reader, m, report)
     sums: dict[int, Lanes] = {}
     for i in range(len(m.frames)):
         record = m.frames.record(i)
+        if record.payload in absent:
+            continue
         try:
             stored = reader.frame_bytes(m, record)
             entries = decode_frame(schema, m, record, stored)
@@ -168,12 +193,36 @@ def _read_frames(reader: PublicationReader, m: Manifest, states: np.ndarray | No
         report.nbytes += record.nbytes
         if m.what == "anchor":
             _add_sums(schema, entries, sums)
-    if m.what == "anchor" and states is not None and not report.faults:
+    if m.what == "anchor" and states is not None and len(report.faults) == before:
         # Every tensor: one that the anchor does not list is all zero, and its state must say so. Frozen ones are in the
         # root but in no anchor: their bytes are in nobody's payload.
         for i, (tensor, state) in enumerate(zip(schema.tensors, states, strict=True)):
             if not tensor.frozen and state_lanes(tensor, state.tobytes()) != sums.get(i, Lanes()):
                 report.faults.append(f"version {m.version}: {tensor.name} has other bytes than its digest")
+
+
+def _check_sizes(reader: PublicationReader, m: Manifest, report: VerifyReport) -> set[int]:
+    """Compare the sizes of a manifest's payloads; returns those that cannot be read at all, each told once.
+
+    Frames name all that a reader needs, so that it never sees what follows the last one: only the size tells.
+    """
+    absent = set[int]()
+    for i, expected in enumerate(m.payload_nbytes):
+        key = m.payload_key(i)
+        try:
+            found = reader.sink.size(key, timeout_s=reader.timeout_s)
+        except (KeyError, MegasyncError) as e:
+            fault = reader.missing(m, key, "payload") if isinstance(e, KeyError) else e
+            report.faults.append(f"version {m.version}: {fault}")
+            absent.add(i)
+            continue
+        if found != expected:
+            report.faults.append(
+                f"version {m.version}: payload {key} has {found} bytes, its manifest says {expected}: "
+                + ("it was cut" if found < expected else "bytes were put after its end")
+                + ". Put the right object back from a copy of the sink"
+            )
+    return absent
 
 
 def _add_sums(schema: Schema, entries: Entries, sums: dict[int, Lanes]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megasync.digest import state_digest
-from megasync.errors import BaseMismatchError, FormatError, NeedsAnchorError, SchemaMismatchError
+from megasync.errors import BaseMismatchError, FormatError, NeedsAnchorError, RetryError, SchemaMismatchError
 from megasync.manifest import Manifest
 from megasync.schema import Schema, runs_of_equal
 from megasync.sinks.base import Sink
@@ -23,6 +23,7 @@ from megasync.tools.copying import copy, listing_of, made_whole
 from megasync.tools.diff import root_of_sums, state_sums
 from megasync.types import WORD_DTYPES, Entries, Lanes
 from megasync.versions.checkpoint import Checkpoint, StoredTensor, checkpoint_files, read_header
+from megasync.versions.inventory import lost_head
 from megasync.versions.publication import PublicationReader
 
 _PIECE_NBYTES = 4 << 20
@@ -69,7 +70,7 @@ def rebuild(
         BaseMismatchError: The base is no version of the run or a later one than is wanted, and there is no anchor.
         FormatError, RefetchError: The publications are damaged, or the base holds what cannot be copied; nothing appears
             under ``out_dir``.
-        RetryError: An object of the run is not in the sink, which may pass.
+        RetryError: An object of the run, or its head, is not in the sink, which may pass.
         FileExistsError: ``out_dir`` exists.
     """
     if out_dir.exists() or out_dir.is_symlink():
@@ -101,6 +102,8 @@ def _chain(reader: PublicationReader, run: str, version: int | None) -> tuple[li
     """Manifests up to the wanted version, oldest first, and those after it."""
     newest = reader.newest()
     if newest is None:
+        if lost := lost_head(reader.sink, run):
+            raise RetryError(f"{lost} (--run). Nothing was written")
         raise NeedsAnchorError(f"run {run!r} has no publication in {reader.sink.describe()}; check --run and --sink")
     if version is not None and not 0 <= version <= newest.version:
         raise ValueError(f"version {version} of run {run!r} does not exist: its head is at {newest.version}")

@@ -22,6 +22,7 @@ from megasync.manifest import (
 )
 from megasync.schema import Schema, schema_key
 from megasync.sinks.base import DEFAULT_TIMEOUT_S, Sink
+from megasync.versions.inventory import lost_head
 
 _ATTEMPTS = 8
 
@@ -40,6 +41,7 @@ def claim(sink: Sink, run: str, *, publisher: bytes | None = None, timeout_s: fl
 
     Raises:
         ValueError: A run name that cannot be part of a key, or a token that is too short.
+        RetryError: The run has versions and no head.
         SinkConflictError: Other publishers kept claiming meanwhile.
     """
     check_run(run)
@@ -95,11 +97,14 @@ def claim_seen(
 
     Raises:
         ValueError: A token that is too short.
+        RetryError: There is no head, though versions are there that hung from one: a fresh start would collide with them.
         SinkConflictError: The head moved; look again.
     """
     publisher = publisher or secrets.token_bytes(MIN_PUBLISHER_NBYTES)
     if len(publisher) < MIN_PUBLISHER_NBYTES:
         raise ValueError(f"publisher token of {len(publisher)} bytes: at least {MIN_PUBLISHER_NBYTES}, and random")
+    if seen.raw is None and (lost := lost_head(sink, seen.head.run, timeout_s=timeout_s)):
+        raise RetryError(f"{lost}. Nothing was written")
     new = replace(seen.head, fence=seen.head.fence + 1, publisher=publisher)
     sink.swap_head(new.run, seen.raw, new.encode(), timeout_s=timeout_s)
     return new

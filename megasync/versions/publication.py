@@ -182,7 +182,7 @@ class PublicationReader:
 
     def _find_base(self, manifest: Manifest) -> Manifest:
         lacking: MissingPackageError | None = None
-        others: list[str] = []
+        others: dict[str, str] = {}
         prefix = f"{self.run}/v{manifest.base_version:012d}"
         for key in sorted(self.sink.keys(prefix, timeout_s=self.timeout_s), reverse=True):
             found = _EPOCH.search(key)
@@ -191,7 +191,7 @@ class PublicationReader:
             data = self._read_manifest(key, f"manifest of version {manifest.base_version}")
             try:
                 if not algorithm_of(data, manifest.base_digest):
-                    others.append(key)
+                    others[key] = content_digest(data).hex()
                     continue
             except MissingPackageError as e:
                 lacking = e  # the base may still lie under another epoch
@@ -203,7 +203,12 @@ class PublicationReader:
         raise NeedsAnchorError(
             f"version {manifest.version} of run {self.run!r} starts from version {manifest.base_version} "
             f"(manifest {manifest.base_digest.hex()}), which is no longer in {self.sink.describe()}"
-            + (f" (what lies at {', '.join(others)} has another digest: another epoch's, or damaged)" if others else "")
+            + (
+                f" (what lies at {', '.join(others)} has another digest, {', '.join(others.values())} (xxh3-128): another "
+                "epoch's, or damaged)"
+                if others
+                else ""
+            )
             + ": load an anchor"
         )
 

@@ -15,6 +15,7 @@ from megasync.digest import bytes_lanes, state_digest
 from megasync.errors import RankFailedError, SchemaMismatchError
 from megasync.manifest import Manifest
 from megasync.receiver.applier import Applier
+from megasync.sinks.local import LocalSink
 from megasync.sinks.memory import MemorySink
 from megasync.tools.examine import verify
 from megasync.trainer.callback import MegasyncCallback
@@ -215,6 +216,18 @@ def test_a_first_delta_that_is_another_model_is_refused() -> None:
     newest = PublicationReader(sink, "run").newest()
     assert newest is not None
     assert newest.version == 0
+
+
+def test_a_trainer_on_a_run_whose_head_was_lost_blames_no_publisher_and_takes_nothing(tmp_path: Path) -> None:
+    sink, tensors = LocalSink(tmp_path), model()
+    first = MegasyncCallback(TensorExporter(tensors), sink, PublishConfig())
+    first.on_train_start()
+    first.on_train_end()
+    (tmp_path / ".heads" / "run.head").unlink()
+    before = sorted(sink.keys(""))
+    with pytest.raises(RankFailedError, match=r"the head of run 'run' is missing .* though a manifest of version 0"):
+        MegasyncCallback(TensorExporter(tensors), sink, PublishConfig()).on_train_start()
+    assert (sorted(sink.keys("")), sink.heads()) == (before, [])
 
 
 def test_another_model_is_refused_at_start() -> None:

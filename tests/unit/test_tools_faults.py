@@ -383,9 +383,10 @@ def test_a_newer_format_says_to_upgrade(place: Path, capsys: pytest.CaptureFixtu
     for number, words in ((2, "upgrade megasync"), (99, "upgrade megasync"), (0, "expected" if not extra else "")):
         path.write_bytes(msgspec.msgpack.encode({**head, "format": number, **extra}))
         status, result = run(capsys, "inspect", place / "s")
-        assert (status, result["error"]) == (1, "FormatError")
-        assert words in result["message"]
-        assert number or "upgrade" not in result["message"]
+        (said,) = result["runs"][0]["faults"]
+        assert (status, "the head of run 'run' cannot be read" in said) == (1, True)
+        assert words in said
+        assert number or "upgrade" not in said
 
 
 def test_wrong_flags_are_json_where_json_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

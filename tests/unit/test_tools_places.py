@@ -59,10 +59,10 @@ def test_a_run_of_which_only_the_head_is_left_is_listed(place: Path, capsys: pyt
     status, said = run(capsys, "inspect", place / "s")
     assert status == 1
     assert said["runs"][0]["run"] == "a"
-    assert "manifest of version 1" in said["runs"][0]["fault"]
+    assert "manifest of version 1" in said["runs"][0]["faults"][0]
     assert [v["version"] for v in said["runs"][1]["versions"]] == [0, 1]  # one damaged run hides no other
     assert main(["inspect", str(place / "s")]) == 1
-    assert "fault: NeedsAnchorError" in capsys.readouterr().out
+    assert "faults:\n    - manifest of version 1 epoch 1 of run 'a' is not in" in capsys.readouterr().out
 
 
 def test_a_run_that_was_only_claimed_is_none_and_a_head_nobody_can_read_is_one() -> None:
