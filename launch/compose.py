@@ -1,6 +1,6 @@
 """Composes the settings from configs/ with Hydra; every process of a run does it, with the same overrides.
 
-A key that launch/settings.py does not have is an error here. The only module besides the entry points that imports Hydra.
+A key that launch/settings.py does not have is an error here. Besides the entry points only this module and overrides import Hydra.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launch.checks import check
 from launch.choices import schema_of, typed
+from launch.overrides import unreadable
 from launch.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -41,6 +42,8 @@ def compose(overrides: Sequence[str] = ()) -> Settings:
         ValueError: A key, a choice or a value that is not known; the message says what is.
     """
     register()
+    if faults := unreadable(overrides):
+        raise ValueError("; ".join(faults))
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return settings_of(hydra_compose("main", list(overrides)))

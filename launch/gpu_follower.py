@@ -8,7 +8,6 @@ digests or deltas is in it. launch/gpu_megatron.py starts it and compares. Needs
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from launch.bench.entry import refuse, require_cuda
+from launch.bench.entry import Parser, refuse, require_cuda
 from launch.demo.full_gather import sha256_of
 from megasync import Applier
 from megasync.adapters.torch_module import TorchModuleEngine
@@ -173,7 +172,7 @@ def _wait_for(done: Callable[[], bool], patience_s: float = 300.0) -> None:
 
 def main() -> None:
     """Entry point; exit status 2 where the folder is not one that gpu_megatron.py made."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, results=False)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the folder that launch/gpu_megatron.py made")
     folder = parser.parse_args().folder
     if not (folder / "follower.json").is_file():

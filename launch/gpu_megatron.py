@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from launch.bench.entry import plain_hydra, register, settings_of
+from launch.bench.entry import plain_hydra, refuse, register, settings_of
 from launch.bench.rows import RESULTS, Row, Timed
+from launch.gpu_checks import faults_of
 from launch.gpu_follower import notes, start_follower
 from launch.gpu_report import medians, report
 from launch.gpu_trace import write_trace
@@ -60,12 +61,12 @@ class GpuMegatron:
         rows: Sequences of a micro batch.
         num_microbatches: Micro batches a step and data parallel rank: several make steps as long as those of a real run.
         lr: Of Adam.
-        blocks: Blocks of steps that are timed, publishing and not in turn.
+        blocks: Blocks of steps that are timed, not publishing and publishing in turn: at least 4, or 0 for none.
         block_steps: Steps of a block.
         check_steps: Steps after them that publish and compare.
         folder: Emptied; the sink and what both sides note.
-        out: Result file, written by rank 0.
-        trace: Chrome trace of a step behind a publication; empty for none.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``; written by rank 0.
+        trace: Chrome trace of a step behind a publication, ``.json.gz``; empty for none. Needs a GPU.
     """
 
     case: str = "one GPU"
@@ -88,7 +89,7 @@ class GpuMegatron:
     block_steps: int = 5
     check_steps: int = 50
     folder: str = "/dev/shm/megasync-megatron"
-    out: str = str(RESULTS / "megatron-gpu.jsonl")
+    out: str = str(RESULTS)
     trace: str = ""
 
 
@@ -217,7 +218,8 @@ def train(config: GpuMegatron, device: torch.device) -> None:
             trainer.timed_step(True)
         trainer.callback.flush()
         steps = list(timed_blocks(trainer, config))
-        say(f"{len(steps)} timed steps; medians in ms: {medians(steps)}")
+        if steps:
+            say(f"{len(steps)} timed steps; medians in ms: {medians(steps)}")
         if config.trace:
             traced(trainer, config.trace if first else "")
         if first:
@@ -281,9 +283,16 @@ register("gpu_megatron", GpuMegatron)
 @hydra.main(version_base="1.3", config_name="gpu_megatron", config_path=None)
 def main(config: Any) -> None:
     """Entry point of a rank."""
-    main_of(settings_of(GpuMegatron, config, least={"blocks": 0}))
+    found = settings_of(GpuMegatron, config, least={"blocks": 0})
+    world_size, local_rank = (
+        int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if faults := faults_of(found, world_size, local_rank, num_devices):
+        refuse("; ".join(faults))
+    main_of(found)
 
 
 if __name__ == "__main__":
-    plain_hydra(cuda=False)
+    plain_hydra(GpuMegatron, cuda=False)
     main()

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.bench.places import result_file
 from launch.bench.rows import Row, RowWriter, middle, table
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def report(
     where |= {"max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), "weights_nbytes": weights_nbytes}
     where |= {"tokens": config.rows * config.num_microbatches * config.seq_length}
     differing = []
-    with RowWriter(Path(config.out), "megatron") as out:
+    with RowWriter(result_file(config.out, "megatron-gpu.jsonl"), "megatron") as out:
         for i, row in enumerate(steps):
             out.add("step", nbytes_in=weights_nbytes, nbytes_out=0, sample=i, **row, **where)
         for version, row in sorted(found.items()):
@@ -56,7 +57,8 @@ def report(
             facts: Row = {"equal": same, "num_changed": outcome["num_changed"], **{k: other.get(k) for k in _FACTS}}
             nbytes = outcome["payload_nbytes"]
             out.add("version", nbytes_in=weights_nbytes, nbytes_out=nbytes, sample=version, **(row | facts | where))
-    print(table(("case", "median ms", "p20", "p80"), medians(steps)), flush=True)
+    if steps:
+        print(table(("case", "median ms", "p20", "p80"), medians(steps)), flush=True)
     print(f"{config.case}: {len(found) - len(differing)} of {len(found)} versions equal, {weights_nbytes / 1e9:.3f} GB")
     if differing or not found:
         raise RuntimeError(f"versions {differing} of the follower differ from the trainer's full gather")

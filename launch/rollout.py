@@ -56,7 +56,7 @@ def roll(s: Settings, episode: Episode, sink: Sink, record: Record) -> None:
     # One publication a call, so that the live weights of every version can be looked at.
     applier = Applier(engine, sink, config, backend=s.engine.backend, route=next_step)
     head = PublicationReader(sink, episode.run, config.sign_key or None, config.timeout_s).newest
-    folder.wait(head, f"the first version of run {episode.run!r}", config.poll_s)
+    folder.wait(head, f"the first version of run {episode.run!r} in {sink.describe()}", config.poll_s)
 
     def applied(result: UpdateResult) -> dict[str, Any]:
         row = {"kind": "applied", "run": episode.run, "sha256": sha256_of(checkpoint_of(model)), **asdict(result)}

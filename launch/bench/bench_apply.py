@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -17,6 +16,7 @@ import torch
 
 from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.gpu_rank import CHANGED, DEVICE, LiveRank, Report, build_rank, random_planes, sample
+from launch.bench.places import result_file
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
 from megasync.kernels.planes import Planes, segments_of
@@ -40,7 +40,7 @@ class ApplyBench:
     Attributes:
         ratio: Share of the full model; 1 needs 113 GB of device memory.
         bf16_gb: GB of the BF16 list.
-        out: Folder of the result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     ratio: float = 1.0
@@ -270,7 +270,7 @@ def _bf16_peers(report: Report, live: torch.Tensor, nbytes: int) -> None:
 def run(config: ApplyBench) -> None:
     """Runs all and prints a table."""
     torch.manual_seed(0)
-    with RowWriter(Path(config.out) / "apply-gpu.jsonl", "apply") as writer:
+    with RowWriter(result_file(config.out, "apply-gpu.jsonl"), "apply") as writer:
         report = Report(writer)
         run_bf16(report, int(config.bf16_gb * 1e9) // 16384 * 16384)
         torch.cuda.empty_cache()
@@ -284,9 +284,9 @@ register("bench_apply", ApplyBench)
 @hydra.main(version_base="1.3", config_name="bench_apply", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(settings_of(ApplyBench, config))
+    run(settings_of(ApplyBench, config, least={"bf16_gb": 0.01}))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(ApplyBench)
     main()

@@ -7,7 +7,6 @@ P7's XOR).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -16,6 +15,7 @@ import torch
 
 from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.gpu_rank import CHANGED, DEVICE, LiveRank, Report, build_rank, random_planes, sample
+from launch.bench.places import result_file
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
 from megasync.kernels.planes import segments_of
@@ -36,7 +36,7 @@ class AuditBench:
 
     Attributes:
         ratio: Share of the full model; 1 needs 113 GB of device memory.
-        out: Folder of the result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     ratio: float = 1.0
@@ -168,7 +168,7 @@ def run_nibbles(report: Report, read_rate: float, shape: tuple[int, int] = (16_3
 def run(config: AuditBench) -> None:
     """Runs all and prints a table."""
     torch.manual_seed(0)
-    with RowWriter(Path(config.out) / "audit-gpu.jsonl", "audit") as writer:
+    with RowWriter(result_file(config.out, "audit-gpu.jsonl"), "audit") as writer:
         report = Report(writer)
         rate = run_floors(report)
         run_nibbles(report, rate)
@@ -187,5 +187,5 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(AuditBench)
     main()

@@ -16,7 +16,6 @@ Before it: receiver_stream, whose passes it runs. After it: report_counters.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import shlex
 import shutil
@@ -32,7 +31,8 @@ from pathlib import Path
 import torch
 
 from launch.bench.bench_receiver import DENSITY, Bench
-from launch.bench.entry import require_cuda
+from launch.bench.entry import Parser, require_cuda
+from launch.bench.places import result_file
 from launch.bench.receiver_stream import _staged, decode_all, xor_all
 from launch.bench.rows import RESULTS, Row, RowWriter, read_rows
 from launch.bench.workload import Shape
@@ -237,9 +237,12 @@ def where_of(path: Path) -> Row:
     """The machine, versions and commit that all rows of a result file name.
 
     Raises:
-        CountersError: They do not name the same.
+        CountersError: They do not name the same, or are no rows.
     """
-    found = [{key: row[key] for key in _WHERE if key in row} for row in read_rows(path)]
+    try:
+        found = [{key: row[key] for key in _WHERE if key in row} for row in read_rows(path)]
+    except (ValueError, TypeError) as e:
+        raise CountersError(f"{path}: expected rows of a benchmark, one JSON object a line: {e}") from e
     if not found or any(row != found[0] for row in found):
         raise CountersError(f"{path}: expected rows of one machine and commit; name another file with --where")
     return found[0]
@@ -266,26 +269,26 @@ def child() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 where there are no counters."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--child", action="store_true", help="run what is profiled, and nothing else")
     parser.add_argument("--csv", type=Path, help="make the rows from this output of ncu")
     parser.add_argument("--where", type=Path, default=RESULTS / "receiver-gpu.jsonl", help="rows of the CSV's machine")
-    parser.add_argument("--out", type=Path, default=RESULTS / "counters-gpu.jsonl")
     given = parser.parse_args(arguments)
     if given.child:
         require_cuda()
         child()
         return 0
+    path = result_file(given.out, "counters-gpu.jsonl")
     try:
         launches = launches_of(given.csv.read_text() if given.csv else take())
-        rows = write_rows(given.out, launches, where_of(given.where) if given.csv else None)
-    except (CountersError, OSError) as e:
+        rows = write_rows(path, launches, where_of(given.where) if given.csv else None)
+    except (CountersError, UnicodeDecodeError, OSError) as e:
         print(f"counters: {e}\ncounters: nothing was written", file=sys.stderr)
         return 2
     for r in rows:
         peaks = ", ".join(f"{k} {r[f'{k.lower()}_ratio']:.1%}" for k in ("L2", "issue", "DRAM"))
         print(f"{r['case']}: {r['seconds'] * 1e3:.3f} ms, grid {r['grid']}, {peaks}")
-    print(f"wrote {given.out}: {len(rows)} launches")
+    print(f"wrote {path}: {len(rows)} launches")
     return 0
 
 

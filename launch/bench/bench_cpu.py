@@ -26,8 +26,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.entry import plain_hydra, register, settings_of
-from launch.bench.host_rank import HostEngine, is_weight, live_words, random_tensor, share
+from launch.bench.host_rank import HostEngine, is_weight, live_words, nbytes_of, random_tensor, share
 from launch.bench.masks import uniform_positions
+from launch.bench.places import result_file
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle, table, timed
 from launch.bench.workload import model_specs
 from megasync.adapters.torch_trainer import TensorExporter
@@ -40,7 +41,8 @@ from megasync.tiles import MAX_TILE_WORDS
 from megasync.trainer.mask import mask_regions
 from megasync.trainer.metadata import exchange
 from megasync.trainer.plan import make_plan
-from megasync.trainer.publish import Publishing, publish
+from megasync.trainer.publish import publish
+from megasync.trainer.publishing import Publishing
 from megasync.trainer.regions import match_regions
 from megasync.trainer.snapshot import Snapshot
 from megasync.versions.anchor import publish_checkpoint
@@ -53,6 +55,7 @@ from megasync.versions.publication import PublicationReader
 TARGETS = {"encode": 3.0, "apply": 15.0}
 RUN = "bench"
 _COPY_NBYTES = 256 << 20  # far beyond any cache
+_MOST_DENSITY = 0.5  # words that may change / all bytes is more than that in every list
 
 
 @dataclass
@@ -61,10 +64,10 @@ class CpuBench:
 
     Attributes:
         nbytes: Bytes of weights; twice as much memory is needed.
-        densities: Changed bytes / all bytes.
+        densities: Changed bytes / all bytes, at most a half: the router and block scales never change.
         repeats: Samples a density, after one that is not counted.
         codec: Codec.
-        out: Folder of the result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     nbytes: int = 4_000_000_000
@@ -248,7 +251,7 @@ def run(config: CpuBench) -> Path:
     Returns:
         The result file.
     """
-    path = Path(config.out) / f"{'cpu' if config.codec == 'sparse' else f'cpu-{config.codec}'}.jsonl"
+    path = result_file(config.out, f"{'cpu' if config.codec == 'sparse' else f'cpu-{config.codec}'}.jsonl")
     with one_core(), RowWriter(path, "cpu") as out:
         sink = MemorySink()
         schema = encode_samples(config, sink, out)
@@ -263,9 +266,10 @@ register("bench_cpu", CpuBench)
 @hydra.main(version_base="1.3", config_name="bench_cpu", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(settings_of(CpuBench, config, choices={"codec": codec_names()}))
+    least, most = {"nbytes": nbytes_of(share(1))}, {"densities": _MOST_DENSITY}
+    run(settings_of(CpuBench, config, least=least, most=most, choices={"codec": codec_names()}))
 
 
 if __name__ == "__main__":
-    plain_hydra(cuda=False)
+    plain_hydra(CpuBench, cuda=False)
     main()

@@ -30,8 +30,9 @@ from hydra.core.global_hydra import GlobalHydra
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.bench_payload import CODECS, published_nbytes
 from launch.bench.deltas import State, amax_moves, changed_tiles, facts_of, keep
-from launch.bench.entry import plain_hydra, register, settings_of
+from launch.bench.entry import plain_hydra, refuse, register, settings_of
 from launch.bench.payload_cases import INPUTS
+from launch.bench.places import result_file
 from launch.bench.rows import RESULTS, Row, RowWriter, middle, table, timed
 from launch.bench.training import Export, Training, training
 from megasync.versions.changes import cut_frames, mask_frame
@@ -86,7 +87,7 @@ class DeltaBench:
         spans: Steps between two syncs.
         samples: Deltas a phase, export and span; the last of them goes through every codec, all through the default one.
         keep: Where to keep masks as inputs of bench_payload; empty for nowhere.
-        out: Folder of the result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     models: list[str] = field(default_factory=lambda: ["wide", "moe"])
@@ -220,7 +221,7 @@ def run(config: DeltaBench) -> Path:
     if unknown := set(config.models) - set(MODELS):
         raise ValueError(f"unknown models {sorted(unknown)}; known: {', '.join(MODELS)}")
     torch.set_num_threads(1)
-    path = Path(config.out) / "deltas-cpu.jsonl"
+    path = result_file(config.out, "deltas-cpu.jsonl")
     with RowWriter(path, "deltas") as out:
         for model in config.models:
             began = time.perf_counter()
@@ -249,9 +250,13 @@ register("bench_deltas", DeltaBench)
 def main(config: Any) -> None:
     """Entry point."""
     GlobalHydra.instance().clear()  # the demo's configuration is composed next, and Hydra has one at a time
-    run(settings_of(DeltaBench, config, least={"learn_steps": 0}, choices={"models": MODELS}))
+    folders = ("keep",)
+    found = settings_of(DeltaBench, config, least={"learn_steps": 0}, choices={"models": MODELS}, folders=folders)
+    if beyond := [span for span in found.spans if span > found.steps]:
+        refuse(f"spans={beyond}: a phase has steps={found.steps}, so no delta is that long: shorten spans or add steps")
+    run(found)
 
 
 if __name__ == "__main__":
-    plain_hydra(cuda=False)
+    plain_hydra(DeltaBench, cuda=False)
     main()

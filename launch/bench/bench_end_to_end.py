@@ -12,7 +12,6 @@ against the digests that the trainer published, and the bytes of its share at bo
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -27,13 +26,14 @@ from threading import Event, Thread
 import numpy as np
 
 from launch.bench import bench_engine
-from launch.bench.bench_engine import EngineBench, decoding, scatter_floor
+from launch.bench.bench_engine import TRACE, EngineBench, decoding, scatter_floor
 from launch.bench.bench_trainer import file_system
-from launch.bench.entry import count, require_cuda
+from launch.bench.entry import Parser, count, folder, require_cuda
 from launch.bench.other_owners import Others
+from launch.bench.places import result_file
 from launch.bench.report_measures import SHARE_NBYTES
 from launch.bench.report_receiver import LIVE_NBYTES
-from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle
+from launch.bench.rows import Row, RowWriter, Timed, middle
 from launch.bench.serving import DENSITY, ServingRank
 from launch.bench.stamps import StampedSink, StampedTelemetry
 from launch.bench.trainer_process import Answer, Remote, Trainer, prepare
@@ -257,29 +257,31 @@ def _write(
 
 def main() -> None:
     """Run all on one GPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--layers", type=count, default=78)
     parser.add_argument("--workers", type=count, default=16)
     parser.add_argument("--syncs", type=count, default=5)
     parser.add_argument("--pauses", type=count, default=EngineBench.syncs, help="of bench_engine")
     parser.add_argument("--engine", action="store_true", help="bench_engine first, on the same rank")
-    parser.add_argument("--directory", type=Path, default=Path("/tmp"), help="in which the sink is made")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--directory", type=folder, default=Path("/tmp"), help="in which the sink is made")
     given = parser.parse_args()
+    path = result_file(given.out, "end-to-end-gpu.jsonl")
+    engine_path = path.with_name("engine-gpu.jsonl")
+    if given.engine and path == engine_path:
+        parser.error(f"argument --out: with --engine the rows of bench_engine go to {path}: give another name")
     require_cuda()
     shape = replace(Shape(), num_layers=given.layers)
+    given.directory.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=given.directory))
     trainer = Remote()
     try:
         prepare(trainer, shape, 4, "cuda")
         rank = ServingRank(shape, directory / "own", "cuda", workers=given.workers)
         if given.engine:
-            with RowWriter(given.out / "engine-gpu.jsonl", "engine") as writer:
-                bench_engine.run(
-                    rank, EngineBench(given.pauses), writer, scatter_floor, given.out / "trace-engine.json.gz"
-                )
+            with RowWriter(engine_path, "engine") as writer:
+                bench_engine.run(rank, EngineBench(given.pauses), writer, scatter_floor, path.with_name(TRACE))
         started = time.perf_counter()
-        with RowWriter(given.out / "end-to-end-gpu.jsonl", "end to end") as writer:
+        with RowWriter(path, "end to end") as writer:
             run(rank, trainer, directory, writer, syncs=given.syncs)
         print(f"end to end took {time.perf_counter() - started:.1f} s", flush=True)
         rank.close()

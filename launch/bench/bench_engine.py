@@ -11,7 +11,6 @@ and the audit is the version's. Rows go to ``results/engine-gpu.jsonl``, a trace
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,14 +22,18 @@ import numpy as np
 import torch
 
 from launch.bench.decoder import DecodeLoop, Decoder
-from launch.bench.entry import count, require_cuda
+from launch.bench.entry import Parser, count, folder, require_cuda
+from launch.bench.places import result_file
 from launch.bench.report_receiver import LIVE_NBYTES
-from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle
+from launch.bench.rows import Row, RowWriter, Timed, middle
 from launch.bench.serving import DENSITY, ServingRank
 from launch.bench.trace import save_trace
 from launch.bench.workload import Shape
 from megasync.receiver.applier import Applier
 from megasync.receiver.scatter_placed import ScatterPlaced
+
+TRACE = "trace-engine.json.gz"
+"""Beside the file of the rows."""
 
 P1B_LIMIT = 1.6
 """What P1b may take, in scatter floors."""
@@ -285,25 +288,26 @@ def scatter_floor(placed: ScatterPlaced) -> float:
 
 def main() -> None:
     """Run all on one GPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--layers", type=count, default=78)
     parser.add_argument("--workers", type=count, default=16)
     parser.add_argument("--syncs", type=count, default=EngineBench.syncs)
     parser.add_argument("--every", type=count, default=EngineBench.every)
     parser.add_argument("--tokens", type=count, default=EngineBench.tokens)
     parser.add_argument("--quiet", action="store_true", help="stage beside the decoder, not as fast as can be")
-    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="in which the sink is made")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--directory", type=folder, default=Path("/dev/shm"), help="in which the sink is made")
     given = parser.parse_args()
     require_cuda()
     config = EngineBench(given.syncs, given.every, given.tokens)
+    given.directory.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(dir=given.directory))
     try:
         rank = ServingRank(
             replace(Shape(), num_layers=given.layers), directory, "cuda", workers=given.workers, quiet=given.quiet
         )
-        with RowWriter(given.out / "engine-gpu.jsonl", "engine") as writer:
-            run(rank, config, writer, scatter_floor, given.out / "trace-engine.json.gz")
+        path = result_file(given.out, "engine-gpu.jsonl")
+        with RowWriter(path, "engine") as writer:
+            run(rank, config, writer, scatter_floor, path.with_name(TRACE))
         rank.close()
     finally:
         shutil.rmtree(directory)

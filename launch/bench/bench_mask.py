@@ -7,7 +7,6 @@ of the second word size scatter back to the old bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -16,6 +15,7 @@ import torch
 
 from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.gpu_rank import CHANGED, DEVICE, Report, sample
+from launch.bench.places import result_file
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape, owner_share
 from megasync.kernels.compact import compact_jobs_
@@ -37,7 +37,7 @@ class MaskBench:
     Attributes:
         ratio: Share of the full model; 1 is the article's 6.95 GB a rank.
         pinned: Measure a snapshot in pinned host memory too.
-        out: Folder of the result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     ratio: float = 1.0
@@ -164,7 +164,7 @@ def run_share(shape: Shape, report: Report, *, pinned: bool) -> None:
 def run(config: MaskBench) -> None:
     """Runs all and prints a table."""
     torch.manual_seed(0)
-    with RowWriter(Path(config.out) / "mask-gpu.jsonl", "mask") as writer:
+    with RowWriter(result_file(config.out, "mask-gpu.jsonl"), "mask") as writer:
         report = Report(writer)
         run_share(Shape().scaled(config.ratio), report, pinned=config.pinned)
     print("\n".join(report.lines))
@@ -180,5 +180,5 @@ def main(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(MaskBench)
     main()

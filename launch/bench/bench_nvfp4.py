@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from launch.bench.entry import plain_hydra, register, settings_of
 from launch.bench.gpu_rank import DEVICE, Report, sample
+from launch.bench.places import result_file
 from launch.bench.rows import RESULTS, RowWriter
 from launch.bench.workload import Shape
 from megasync.kernels.compact import compact_jobs_
@@ -57,7 +57,7 @@ class Nvfp4Bench:
     Attributes:
         num_experts: Experts of one layer, three matrices of 12.6 M weights each; 48 are 3.6 GB of BF16.
         formulas: Which formulas; all where empty.
-        out: Folder of the result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     num_experts: int = 48
@@ -246,7 +246,7 @@ def _check_sample(experts: Experts, done: Prepared, rows: int = 256) -> None:
 def run(config: Nvfp4Bench) -> None:
     """Runs all and prints a table."""
     torch.manual_seed(0)
-    with RowWriter(Path(config.out) / "nvfp4-gpu.jsonl", "nvfp4") as writer:
+    with RowWriter(result_file(config.out, "nvfp4-gpu.jsonl"), "nvfp4") as writer:
         report = Report(writer)
         experts = Experts(config.num_experts)
         bits = experts.arena.view(SAME_SIZE[2])
@@ -269,9 +269,10 @@ register("bench_nvfp4", Nvfp4Bench)
 @hydra.main(version_base="1.3", config_name="bench_nvfp4", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(settings_of(Nvfp4Bench, config, choices={"formulas": [f for f, _, _ in FORMULAS]}))
+    known = [f for f, _, _ in FORMULAS]
+    run(settings_of(Nvfp4Bench, config, choices={"formulas": known}, empty=("formulas",)))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(Nvfp4Bench)
     main()

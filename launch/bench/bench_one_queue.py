@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.bench.entry import plain_hydra, register, settings_of
+from launch.bench.places import result_file
 from launch.bench.rows import RESULTS, RowWriter, Timed, middle, table
 
 _AHEAD = 10  # products that are queued when the comparison begins
@@ -41,13 +42,13 @@ class OneQueueBench:
         repeats: Samples a case, each beside one of products alone.
         step_products: 8192-wide products of a step, about 1.6 ms each.
         nbytes: Of the weights compared.
-        out: Result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     repeats: int = 5
     step_products: int = 450
     nbytes: int = 6_960_000_000
-    out: str = str(RESULTS / "one-queue-gpu.jsonl")
+    out: str = str(RESULTS)
 
 
 class Comparison:
@@ -175,7 +176,11 @@ class Step:
 def run(config: OneQueueBench) -> Path:
     """All cases; returns the result file."""
     torch.manual_seed(0)
-    path, comparison, step = Path(config.out), Comparison(config.nbytes), Step(config.step_products)
+    path, comparison, step = (
+        result_file(config.out, "one-queue-gpu.jsonl"),
+        Comparison(config.nbytes),
+        Step(config.step_products),
+    )
     c = comparison
     cases = {
         "kernels over HBM, launched at once": c.from_hbm,
@@ -212,9 +217,9 @@ register("bench_one_queue", OneQueueBench)
 @hydra.main(version_base="1.3", config_name="bench_one_queue", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(settings_of(OneQueueBench, config))
+    run(settings_of(OneQueueBench, config, least={"nbytes": _SPAN_NBYTES}))
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(OneQueueBench)
     main()

@@ -28,16 +28,18 @@ import torch
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.entry import plain_hydra, register, settings_of
+from launch.bench.entry import plain_hydra, refuse, register, settings_of
 from launch.bench.masks import KINDS
 from launch.bench.payload_cases import INPUTS, RUN, Case, list_case, mask_case, real_case
+from launch.bench.places import result_file
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, read_rows, table, timed
 from megasync.codecs.dense import block_bounds, mask_of
 from megasync.config import PublishConfig
 from megasync.digest import content_digest
 from megasync.schema import Schema
 from megasync.sinks.memory import MemorySink
-from megasync.trainer.publish import Publishing, publish
+from megasync.trainer.publish import publish
+from megasync.trainer.publishing import Publishing
 from megasync.types import Entries
 from megasync.versions.anchor import publish_checkpoint
 from megasync.versions.changes import MaskedFrame, cut_frames, mask_frame
@@ -48,6 +50,8 @@ from megasync.versions.publication import PublicationReader
 
 PEER = "zstd-1 of the mask"
 CODECS = ("sparse", "zstd", "snappy", "lz4", "snappy+zstd", "lz4+zstd")
+_LEAST_NBYTES = 1 << 20  # of a mask: fewer words make the bound one of single words
+_MOST_DENSITY = 0.5  # of bytes, which words of two bytes must be able to change
 
 
 @dataclass
@@ -60,7 +64,7 @@ class PayloadBench:
         sweep: Densities, changed words / all words.
         scale: Share of the model that the list is made for: 1 is 445 GB, of which one owner's part is encoded.
         list_densities: Changed bytes / all bytes on the list; the first has the target and runs every codec.
-        out: Folder of the result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
         only: Take only the cases whose names start so, and keep the rows of the others.
     """
 
@@ -177,7 +181,7 @@ def run(config: PayloadBench) -> Path:
         The result file.
     """
     torch.set_num_threads(1)
-    path = Path(config.out) / "payload-cpu.jsonl"
+    path = result_file(config.out, "payload-cpu.jsonl")
     old = read_rows(path) if config.only and path.exists() else []
     with RowWriter(path, "payload", [r for r in old if not r["case"].startswith(config.only)]) as out:
         for case in cases(config):
@@ -193,9 +197,15 @@ register("bench_payload", PayloadBench)
 @hydra.main(version_base="1.3", config_name="bench_payload", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(settings_of(PayloadBench, config))
+    least = dict.fromkeys(("nbytes", "sweep_nbytes"), _LEAST_NBYTES)
+    most = {"sweep": 1.0, "list_densities": _MOST_DENSITY}
+    found = settings_of(PayloadBench, config, least, most, empty=("sweep", "list_densities"))
+    known = [case.name for case in cases(found)]
+    if not any(name.startswith(found.only) for name in known):
+        refuse(f"only={found.only}: no case begins so; there are {', '.join(known) or 'none'}")
+    run(found)
 
 
 if __name__ == "__main__":
-    plain_hydra(cuda=False)
+    plain_hydra(PayloadBench, cuda=False)
     main()

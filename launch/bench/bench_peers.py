@@ -10,18 +10,17 @@ to ``results/peers-gpu.jsonl`` and ``results/peers-nvlink-gpu.jsonl``; the table
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from launch.bench.entry import count, require_cuda
+from launch.bench.entry import Parser, count, require_cuda
 from launch.bench.peers_dense import Zstd, nvcomp_way
 from launch.bench.peers_nvlink import run_nvlink
 from launch.bench.peers_weights import Change, Timer, Way, finish, pinned
-from launch.bench.rows import RESULTS, RowWriter, Timed, middle
+from launch.bench.places import result_file
+from launch.bench.rows import RowWriter, Timed, middle
 from launch.bench.workload import Shape
 from megasync.kernels.planes import Planes
 from megasync.kernels.scatter import scatter_xor_
@@ -183,21 +182,20 @@ def run(config: PeersBench, change: Change, writer: RowWriter) -> dict[str, floa
 
 def main() -> None:
     """Run on one GPU, or with ``--nvlink`` on two."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--layers", type=count, default=PeersBench.layers)
     parser.add_argument("--samples", type=count, default=PeersBench.samples)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--nvlink", action="store_true", help="only the copy between two GPUs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     require_cuda(2 if given.nvlink else 1)
     if given.nvlink:
-        run_nvlink(given.out / "peers-nvlink-gpu.jsonl", 16 << 30)
+        run_nvlink(result_file(given.out, "peers-nvlink-gpu.jsonl"), 16 << 30)
         return
     torch.manual_seed(0)
     config = PeersBench(given.layers, samples=given.samples, only=tuple(given.only))
     change = Change(Shape(num_layers=config.layers), "cuda")
-    with RowWriter(given.out / "peers-gpu.jsonl", "peers") as writer:
+    with RowWriter(result_file(given.out, "peers-gpu.jsonl"), "peers") as writer:
         run(config, change, writer)
 
 

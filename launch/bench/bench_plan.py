@@ -26,8 +26,9 @@ import msgspec
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.entry import plain_hydra, register, settings_of
+from launch.bench.entry import plain_hydra, refuse, register, settings_of
 from launch.bench.moe_shapes import Layout, classes
+from launch.bench.places import result_file
 from launch.bench.rows import replacing
 from megasync.trainer.plan import make_plan
 from megasync.trainer.plan_merge import decode_merged, encode_merged, merge
@@ -45,7 +46,7 @@ class PlanBench:
         tensor: Tensor-parallel shards.
         data: Data-parallel replicas.
         expert: Expert-parallel shards of a stage.
-        out: Folder of the result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     repeats: int = 5
@@ -56,9 +57,14 @@ class PlanBench:
     out: str = str(Path(__file__).resolve().parent / "results")
 
 
+def layout_of(config: PlanBench) -> Layout:
+    """The ranks of the settings."""
+    return Layout(config.stages, config.tensor, config.data, config.expert)
+
+
 def samples(config: PlanBench) -> Iterator[dict[str, Any]]:
     """One row a sample."""
-    layout = Layout(config.stages, config.tensor, config.data, config.expert)
+    layout = layout_of(config)
     for case, scales in (("fp4-weights", False), ("nvfp4-with-scales", True)):
         described = classes(layout, scales=scales)
         for sample in range(-1, config.repeats):
@@ -131,7 +137,7 @@ def run(config: PlanBench) -> Path:
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    path = Path(config.out) / "plan-moe-445gb-cpu.jsonl"
+    path = result_file(config.out, "plan-moe-445gb-cpu.jsonl")
     where = environment()
     with replacing(path) as out:
         for row in samples(config):
@@ -150,9 +156,12 @@ register("bench_plan", PlanBench)
 @hydra.main(version_base="1.3", config_name="bench_plan", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(settings_of(PlanBench, config))
+    found = settings_of(PlanBench, config)
+    if faults := layout_of(found).faults():
+        refuse("; ".join(faults))
+    run(found)
 
 
 if __name__ == "__main__":
-    plain_hydra(cuda=False)
+    plain_hydra(PlanBench, cuda=False)
     main()

@@ -7,7 +7,6 @@ audit after two of them must equal the audit before. Rows go to ``results/receiv
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -19,12 +18,13 @@ import numpy as np
 import torch
 
 from launch.bench import receiver_world
-from launch.bench.entry import count, require_cuda
+from launch.bench.entry import Parser, count, require_cuda, trace
 from launch.bench.gpu_rank import Report
+from launch.bench.places import result_file
 from launch.bench.receiver_staging import run_serving, run_staging
 from launch.bench.receiver_stream import run_stream
 from launch.bench.receiver_world import build_world
-from launch.bench.rows import RESULTS, RowWriter, Timed
+from launch.bench.rows import RowWriter, Timed
 from launch.bench.workload import Shape
 from megasync.config import ApplyConfig
 from megasync.manifest import Manifest, root_of
@@ -198,23 +198,24 @@ def _floor(placed: ScatterPlaced) -> float:
 
 def main() -> None:
     """Run what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--layers", type=count, default=78)
     parser.add_argument("--vocabulary", type=count, default=Shape().vocabulary)
     parser.add_argument("--workers", type=count, default=16)
     parser.add_argument("--samples", type=count, default=3)
     parser.add_argument("--only", default=",".join(PARTS), help="some of these, with commas")
     parser.add_argument("--tokens", type=count, default=1000, help="in each of three rounds")
-    parser.add_argument("--trace", type=Path, help="chrome trace of one two-slot pass, .json.gz")
-    parser.add_argument("--out", type=Path, default=RESULTS / "receiver-gpu.jsonl")
+    parser.add_argument("--trace", type=trace, help="chrome trace of one two-slot pass, .json.gz")
     given = parser.parse_args()
     if unknown := {*given.only.split(",")} - {*PARTS}:
         parser.error(f"argument --only: unknown {sorted(unknown)}; known: {', '.join(PARTS)}")
+    if given.trace and "stream" not in given.only.split(","):
+        parser.error("argument --trace: it is made by the part stream, which --only leaves out")
     require_cuda()
     shape = replace(Shape(), num_layers=given.layers, vocabulary=given.vocabulary)
     directory = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     try:
-        with RowWriter(given.out, "receiver") as writer:
+        with RowWriter(result_file(given.out, "receiver-gpu.jsonl"), "receiver") as writer:
             report = Report(writer)
             bench = Bench(shape, directory, "cuda", given.workers)
             for name, seconds in bench.marks.items():

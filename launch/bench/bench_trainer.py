@@ -26,7 +26,8 @@ import hydra
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from launch.bench.entry import plain_hydra, register, settings_of
+from launch.bench.entry import plain_hydra, refuse, register, settings_of
+from launch.bench.places import emptied_fault, result_file
 from launch.bench.rows import RESULTS, Row, RowWriter, Timed, middle, table
 from launch.bench.workload import Shape, model_specs
 from megasync.adapters.torch_trainer import TensorExporter
@@ -39,7 +40,7 @@ from megasync.trainer.device_snapshot import make_snapshot
 from megasync.trainer.groups import Groups
 from megasync.trainer.metadata import exchange
 from megasync.trainer.plan import make_plan
-from megasync.trainer.publish import Outcome
+from megasync.trainer.publishing import Outcome
 from megasync.trainer.regions import match_regions
 from megasync.trainer.seed import fill_from_live, snapshot_sums
 from megasync.trainer.start import Started
@@ -64,7 +65,7 @@ class TrainerBench:
         num_experts: Experts of the model-like list: 104 for 6.96 GB.
         step_products: 8192-wide products of a step, about 1.5 ms each: 0.7 s, less than a step of such weights takes.
         sink: Folder to publish to; emptied before and after.
-        out: Result file.
+        out: Folder of the result file, or the file itself, which ends in ``.jsonl``.
     """
 
     repeats: int = 9
@@ -72,7 +73,7 @@ class TrainerBench:
     num_experts: int = 104
     step_products: int = 450
     sink: str = "/tmp/megasync-bench-trainer"
-    out: str = str(RESULTS / "trainer-gpu.jsonl")
+    out: str = str(RESULTS)
 
 
 class TimedSink(ForwardingSink):
@@ -225,7 +226,7 @@ def steps(trainer: Trainer, config: TrainerBench) -> Iterable[Row]:
 def run(config: TrainerBench) -> Path:
     """All cases; returns the result file."""
     torch.manual_seed(0)
-    path = Path(config.out)
+    path = result_file(config.out, "trainer-gpu.jsonl")
     medians: list[tuple[str, float, float]] = []
     with RowWriter(path, "trainer") as out:
         for place in config.places:
@@ -285,9 +286,12 @@ register("bench_trainer", TrainerBench)
 @hydra.main(version_base="1.3", config_name="bench_trainer", config_path=None)
 def main(config: Any) -> None:
     """Entry point."""
-    run(settings_of(TrainerBench, config, least={"step_products": 0}))
+    found = settings_of(TrainerBench, config, least={"step_products": 0})
+    if fault := emptied_fault("sink=", found.sink, ".heads"):
+        refuse(fault)
+    run(found)
 
 
 if __name__ == "__main__":
-    plain_hydra()
+    plain_hydra(TrainerBench)
     main()

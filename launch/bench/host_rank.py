@@ -33,6 +33,11 @@ def share(nbytes: int) -> Shape:
     return replace(LAYER, num_experts=max(1, int(LAYER.num_experts * nbytes / one)))
 
 
+def nbytes_of(shape: Shape) -> int:
+    """Bytes of a list of weights."""
+    return sum(t.nbytes for t in model_specs(shape))
+
+
 def is_weight(spec: TensorSpec) -> bool:
     """Whether the article's generator touches a tensor: weights, but neither block scales nor the router."""
     return spec.name.endswith(".weight") and not spec.name.endswith(".mlp.gate.weight")

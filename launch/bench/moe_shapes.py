@@ -14,6 +14,7 @@ from megasync.types import Box, CutAxis, TensorSpec
 
 HIDDEN, EXPERT, DENSE, VOCABULARY = 7168, 2048, 18432, 154_880
 LAYERS, DENSE_LAYERS, EXPERTS = 78, 3, 256
+_CUT = 256  # greatest common divisor of the axes that tensor parallelism cuts
 _EXPERT_MATRICES: tuple[tuple[str, tuple[int, int], CutAxis], ...] = (
     ("gate_proj", (EXPERT, HIDDEN), "row"),
     ("up_proj", (EXPERT, HIDDEN), "row"),
@@ -29,7 +30,7 @@ class Layout:
         stages: Pipeline stages.
         tensor: Tensor-parallel shards.
         data: Data-parallel replicas.
-        expert: Expert-parallel shards of a stage; divides ``data * tensor``, a multiple of ``tensor``.
+        expert: Expert-parallel shards of a stage; divides ``data * tensor`` and the experts, a multiple of ``tensor``.
     """
 
     stages: int = 8
@@ -41,6 +42,24 @@ class Layout:
     def world_size(self) -> int:
         """Ranks."""
         return self.stages * self.tensor * self.data
+
+    def faults(self) -> list[str]:
+        """Why the model does not lie so, each with what would; sizes are at least 1."""
+        faults: list[str] = []
+        if self.stages > LAYERS:
+            faults.append(f"stages={self.stages}: the model has {LAYERS} layers, a stage at least one of them")
+        if _CUT % self.tensor:
+            faults.append(f"tensor={self.tensor}: every cut matrix must divide evenly: give a power of 2 up to {_CUT}")
+        if EXPERTS % self.expert:
+            faults.append(
+                f"expert={self.expert} does not divide the {EXPERTS} experts: give a power of 2 up to {EXPERTS}"
+            )
+        if self.data * self.tensor % self.expert or self.expert % self.tensor:
+            faults.append(
+                f"expert={self.expert}: must divide the {self.data * self.tensor} ranks of a stage (data x tensor) and be a "
+                f"multiple of tensor={self.tensor}"
+            )
+        return faults
 
 
 @dataclass(frozen=True, slots=True)

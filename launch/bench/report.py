@@ -4,12 +4,11 @@
     python -m launch.bench.report --check    # write nothing; status 1 where README or summary is not what the rows give
 
 Every figure comes from the rows; none is typed. Targets without rows are listed as not measured, with the reason. A
-broken row file ends it with status 2 and nothing is written. Before it: the benchmarks.
+broken row file, or a folder without any, ends it with status 2 and nothing is written. Before it: the benchmarks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch.bench.entry import Parser
+from launch.bench.places import folder_fault
 from launch.bench.report_figures import draw_all
 from launch.bench.report_rows import BrokenRowsError, Results
 from launch.bench.report_tables import block
@@ -56,16 +57,24 @@ def stale(texts: Mapping[Path, str]) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, results=False)
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--readme", type=Path, default=README)
     asked = parser.parse_args(arguments)
     try:
         results = Results(asked.results)
+        if not results.files:
+            why = "holds no *.jsonl" if asked.results.is_dir() else "is no folder"
+            raise ValueError(
+                f"{asked.results} {why}: take samples with bash launch/bench.sh, or name a folder with --results"
+            )
         texts = make_texts(results, asked.readme)
+        written = {"--results ": asked.results, "--readme ": asked.readme.parent}
+        if not asked.check and (faults := [x for n, f in written.items() if (x := folder_fault(n, str(f)))]):
+            raise ValueError("; ".join(faults))
     except (BrokenRowsError, ValueError, OSError) as e:
-        print(f"report: {e}\nreport: nothing was written", file=sys.stderr)
+        print(f"report: {e}; nothing was written", file=sys.stderr)
         return 2
     for line in results.missing():
         print(f"report: {line}", file=sys.stderr)

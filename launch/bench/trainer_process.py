@@ -37,7 +37,7 @@ from megasync.trainer.callback import MegasyncCallback
 from megasync.trainer.device_snapshot import make_snapshot
 from megasync.trainer.groups import Groups
 from megasync.trainer.plan import OwnershipPlan
-from megasync.trainer.publish import Outcome
+from megasync.trainer.publishing import Outcome
 from megasync.trainer.regions import Region
 from megasync.trainer.seed import fill_from_live
 from megasync.trainer.start import Started

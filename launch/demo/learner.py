@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 
 from launch.demo.bf16 import Bf16Exporter, MasterWeights
 from launch.demo.full_gather import FullGather, sha256_of
+from launch.demo.published import still_there
 from launch.demo.samples import SampleFolder, Samples
 from launch.demo.sorting import Sorting, advantages
 from launch.megatron_model import MegatronRun, build
@@ -26,6 +27,7 @@ from launch.megatron_setup import Layout, TinyModel, Training
 from launch.settings import Episode, Model, Settings
 from megasync import MegasyncCallback, MegatronExporter, Sink
 from megasync.adapters.names_hf import table
+from megasync.versions.publication import PublicationReader
 
 Record = Callable[[dict[str, Any]], None]
 
@@ -51,7 +53,8 @@ def train(s: Settings, episode: Episode, sink: Sink, record: Record) -> None:
     proof = Proof(run, s.model, episode.run, record)
     proof.of(callback.version, now)
 
-    folder = SampleFolder(Path(s.out) / "samples" / episode.run, s.demo.patience_s)
+    published = PublicationReader(sink, episode.run, s.publish.sign_key or None, s.publish.timeout_s)
+    folder = SampleFolder(Path(s.out) / "samples" / episode.run, s.demo.patience_s, lambda: still_there(published))
     step = 0
     for phase in episode.phases:
         optimizer.set_lr(phase.lr)

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 _LOOK_S = 0.002
+_CHECK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,13 @@ class SampleFolder:
     Args:
         folder: Where; made if absent.
         patience_s: Longest wait for the other process.
+        check: Called every second of a wait and before one is given up; raises where waiting is in vain, for a reason that
+            is not the other process.
     """
 
-    def __init__(self, folder: Path, patience_s: float) -> None:
+    def __init__(self, folder: Path, patience_s: float, check: Callable[[], None] = lambda: None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._patience_s = folder, patience_s
+        self._folder, self._patience_s, self._check = folder, patience_s, check
 
     def put(self, number: int, samples: Samples) -> None:
         """Hand over a batch and wait until the trainer takes it.
@@ -111,10 +114,16 @@ class SampleFolder:
 
         Raises:
             TimeoutError: After the patience.
+            Exception: What ``check`` raises.
         """
         deadline = time.monotonic() + self._patience_s
+        checked = time.monotonic()
         while not ready():
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > min(checked + _CHECK_S, deadline):
+                checked = now
+                self._check()
+            if now > deadline:
                 raise TimeoutError(f"waited {self._patience_s:.0f} s for {what} ({self._folder}): does it still run?")
             time.sleep(look_s)
 

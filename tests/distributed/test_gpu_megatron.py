@@ -22,7 +22,7 @@ TINY = [
     "seq_length=16",
     "rows=2",
     "lr=1e-3",
-    "blocks=2",
+    "blocks=4",
     "block_steps=1",
     "check_steps=3",
     "snapshot=HOST",
@@ -41,7 +41,10 @@ def test_every_version_of_the_follower_is_the_full_gather_of_the_trainer(tmp_pat
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     versions = [r for r in rows if r["case"] == "version"]
-    assert [r["version"] for r in versions] == [6, 7, 8]  # four to warm up and one block before them
+    assert [r["version"] for r in versions] == [7, 8, 9]  # four to warm up and two blocks before them
     assert all(r["equal"] and r["num_changed"] > 0 for r in versions)
     assert "sha256" in versions[-1]
-    assert [r["publishes"] for r in rows if r["case"] == "step"] == [False, True]
+    assert [r["publishes"] for r in rows if r["case"] == "step"] == [False, True, False, True]
+    table = [line for line in done.stdout.splitlines() if line.startswith("| step, publishing: ")]
+    assert [line.split("|")[1].strip() for line in table] == ["step, publishing: False", "step, publishing: True"]
+    assert all(float(line.split("|")[2]) > 0 for line in table)

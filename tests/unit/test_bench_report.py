@@ -194,6 +194,7 @@ def test_a_smaller_run_does_not_meet_a_target(place: Path) -> None:
 
 
 def test_what_is_not_measured_says_what_would_measure_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(place / "results", "extra", apply_rows()[:1])
     assert run(place) == 0
     found = json.loads((place / "results/summary.json").read_text())
     for entry in found.values():
@@ -277,9 +278,32 @@ def test_unread_file_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -
     assert "extra.jsonl is read by no table or target" in capsys.readouterr().err
 
 
+def test_no_rows_are_no_report(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, before = place / "results", (place / "README.md").read_text()
+    told = ": take samples with bash launch/bench.sh, or name a folder with --results; nothing was written\n"
+    for why in ("holds no *.jsonl", "is no folder"):
+        assert run(place) == run(place, "--check") == 2
+        assert capsys.readouterr().err == 2 * f"report: {results} {why}{told}"
+        assert (place / "README.md").read_text() == before
+        if results.exists():
+            assert not list(results.iterdir())
+            results.rmdir()
+
+
+def test_a_report_that_cannot_be_written_is_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(place / "results", "apply-gpu", apply_rows())
+    monkeypatch.setattr(report, "folder_fault", lambda name, folder: f"{name}{folder}: x" if "readme" in name else "")
+    assert run(place) == 2
+    assert capsys.readouterr().err == f"report: --readme {place}: x; nothing was written\n"
+    assert not list((place / "results").glob("*.svg"))
+
+
 @pytest.mark.parametrize("text", ["no markers", f"{report.END}\n{report.BEGIN}\n"], ids=["none", "swapped"])
 def test_readme_without_markers_is_refused(place: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (place / "README.md").write_text(text)
+    write(place / "results", "apply-gpu", apply_rows())
     assert run(place) == 2
     assert "expected <!-- bench:begin -->" in capsys.readouterr().err
 

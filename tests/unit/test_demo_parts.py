@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,16 @@ from launch.demo.bf16 import Bf16Exporter, MasterWeights
 from launch.demo.full_gather import sha256_of
 from launch.demo.picture import draw
 from launch.demo.progress import Progress
+from launch.demo.published import still_there
 from launch.demo.samples import Made, SampleFolder, Samples
 from launch.demo.sorting import Sorting, advantages
 from launch.settings import Settings
 from megasync.adapters.torch_trainer import TensorExporter
-from megasync.errors import PlanError
+from megasync.errors import PlanError, RetryError
+from megasync.sinks.local import LocalSink
 from megasync.trainer.mask import words_of
+from megasync.versions.head import claim
+from megasync.versions.publication import PublicationReader
 
 MADE = Made(3, 0.5, "ab", 0.01, 100, 0.002)
 
@@ -72,6 +77,42 @@ def test_a_process_that_never_answers_is_named(tmp_path: Path) -> None:
         folder.take(0)
     with pytest.raises(TimeoutError, match="for the trainer to take batch 1"):
         folder.put(1, Samples(torch.zeros(1, 1), torch.zeros(1), MADE))
+
+
+def test_a_wait_that_is_in_vain_says_why_and_not_that_the_other_process_is_at_fault(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def check() -> None:
+        asked.append(1)
+        raise RetryError("the sink is gone")
+
+    folder = SampleFolder(tmp_path, 0.01, check)
+    with pytest.raises(RetryError, match="the sink is gone"):
+        folder.take(0)
+    assert asked == [1]
+    folder.wait(lambda: True, "nothing")  # what is ready needs no check
+    assert asked == [1]
+
+
+def test_the_trainer_sees_that_its_run_is_no_longer_in_the_sink(tmp_path: Path) -> None:
+    published = PublicationReader(LocalSink(tmp_path / "sink"), "demo")
+    with pytest.raises(
+        RetryError, match=r"the sink is gone: run 'demo', .* has no head in local sink .*sink: it was deleted"
+    ):
+        still_there(published)
+    claim(published.sink, "demo")
+    still_there(published)
+    shutil.rmtree(tmp_path / "sink")
+    with pytest.raises(RetryError, match="the sink is gone"):
+        still_there(published)
+
+
+def test_a_sink_that_does_not_answer_is_not_gone(tmp_path: Path) -> None:
+    class Silent(LocalSink):
+        def read_head(self, run: str, *, timeout_s: float = 60.0) -> bytes | None:
+            raise RetryError("no answer")
+
+    still_there(PublicationReader(Silent(tmp_path / "sink"), "demo"))
 
 
 def test_master_weights_keep_what_rounding_would_lose() -> None:
