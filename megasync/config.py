@@ -86,7 +86,7 @@ class PublishConfig:
         when_full: What to do at the limit.
         on_error: Raise a failed publication on every rank, or withdraw it and let the next version carry it.
         max_failures: Failed publications in a row that ``retry`` endures.
-        timeout_s: Longest wait for a rank or a sink operation.
+        timeout_s: Longest wait for a sink operation, and for a rank; five times as long for one that may be inside the sink.
         give_up_s: How long an unreachable sink is retried before the publication fails.
         check_replicas_every: Compare replicas every so many publications; 0 only at plan time.
         first_difference: What to do where the trainer's weights are not the version it starts from.

@@ -66,7 +66,7 @@ class MegasyncCallback:
         sink: Where to publish.
         config: Trainer-side configuration.
         base: Checkpoint that is version 0; None makes an anchor of the starting weights version 0.
-        ranks: Global ranks that take part; None for all.
+        ranks: Global ranks that take part; None for all. The others make the same calls, which do nothing there.
         optimizer: What writes the weights, or a sequence of such: its ``step`` is announced to the mask stage. By default
             the context's. Only weights on a GPU need it.
         on_outcome: Called on a worker thread with every verdict; must be quick.
@@ -85,6 +85,7 @@ class MegasyncCallback:
     outcomes: list[Outcome] = field(default_factory=list)
     _state: _State | None = field(default=None, repr=False)
     _last_version: int = field(default=-1, repr=False)
+    _outside: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.exporter, torch.nn.Module) or not (
@@ -108,6 +109,9 @@ class MegasyncCallback:
         self.close()  # threads, hooks and process groups of a start before this one
         make = self._exporter_of(context)
         groups = make_groups(self.config, self.ranks)
+        self._outside = groups is None
+        if groups is None:
+            return
         optimizer = self.optimizer if self.optimizer is not None else getattr(context, "optimizer", None)
         try:
             check_settings(self.config, self.base is not None, groups.control)
@@ -217,6 +221,8 @@ class MegasyncCallback:
         An interrupt (``KeyboardInterrupt``) goes through, and loses no word: what a pass wrote into the snapshot without being
         sent on its way is taken back at the next call, here or in ``flush``.
         """
+        if self._outside:
+            return None
         state = self._running()
         self._mend(state)
         state.steps += 1
@@ -229,6 +235,8 @@ class MegasyncCallback:
 
     def flush(self) -> None:
         """Publish what changed since the last publication, if anything, and wait until all of it is durable."""
+        if self._outside:
+            return
         state = self._running()
         self._mend(state)
         state.hooks.force()

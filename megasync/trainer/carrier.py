@@ -11,7 +11,8 @@ loaded), the trainers wait for each other until the deadline ends the message. M
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
@@ -21,17 +22,44 @@ import torch
 import torch.distributed as dist
 
 from megasync.errors import RankFailedError
-from megasync.trainer.agree_wait import global_ranks, text_of
+from megasync.trainer.agree_wait import PATIENCE, global_ranks, text_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 MESSAGE_NBYTES = 16 << 20
-"""Largest message, and all that a writer ever holds of a payload."""
+"""Largest message, and all that a writer itself holds of a payload; some sinks keep all parts until the object is written."""
 
-_POLL_S = (
-    2e-4  # of host time between looks at a message on the GPU: a full one takes some 60 us by NVLink, 0.4 ms by network
-)
+_POLL_S = 2e-4
+"""Seconds between looks at a message on the GPU: a full one takes some 60 us by NVLink, 0.4 ms by network."""
+
+
+class MessageBuffers:
+    """Host memory for messages, each for as long as anybody has a view of it: pages of fresh memory cost more than gloo does.
+
+    A reader that takes one message after the other needs two, since it has the last one while the next one comes. Where a sink
+    keeps them, others are made.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[bytearray] = deque(maxlen=3)
+
+    def take(self) -> bytearray:
+        """``MESSAGE_NBYTES`` bytes that nobody has a view of."""
+        for buffer in self._kept:
+            if _is_free(buffer):
+                return buffer
+        self._kept.append(bytearray(MESSAGE_NBYTES))
+        return self._kept[-1]
+
+
+def _is_free(buffer: bytearray) -> bool:
+    """Python lets nobody change the size of what a view is taken of. Back to the old size nothing is copied."""
+    try:
+        buffer.append(buffer.pop())
+    except BufferError:
+        return False
+    return True
 
 
 class Carrier(Protocol):
@@ -49,7 +77,7 @@ class Carrier(Protocol):
         """
 
     def receive(self, nbytes: int, peer: int) -> memoryview:
-        """The next ``nbytes`` bytes from a rank, valid until the next call.
+        """The next ``nbytes`` bytes from a rank, unchanged for as long as the view is kept: a sink may keep every part.
 
         Raises:
             RankFailedError: They did not come in time. The carrier cannot be used any more.
@@ -67,69 +95,64 @@ class GlooCarrier:
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
         self.group = group
         self._timeout_s = timeout_s
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = MessageBuffers()
 
     def send(self, message: bytearray, peer: int) -> None:
         """See ``Carrier``."""
-        send_to(
-            self.group, torch.frombuffer(message, dtype=torch.uint8), peer, _sending(self.group, peer), self._timeout_s
-        )
+        what, patience_s = _sending(self.group, peer), PATIENCE * self._timeout_s
+        send_to(self.group, torch.frombuffer(message, dtype=torch.uint8), peer, what, patience_s)
 
     def receive(self, nbytes: int, peer: int) -> memoryview:
         """See ``Carrier``."""
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        message = self._buffer[:nbytes]
+        buffer = self._buffers.take()
+        message = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
         receive_from(self.group, message, peer, _receiving(self.group, peer), self._timeout_s)
-        return message.numpy().data
+        return memoryview(buffer)[:nbytes]
 
 
 class NcclCarrier:
     """From device memory to device memory, on a stream of its own.
 
-    *Collective*: every rank of the group makes it, while none trains. All pairs of ranks that can meet are connected, and
-    all device memory is taken here: neither happens beside training.
+    Device memory is taken when it is made and NCCL's when it is connected, both while nothing trains.
 
     Args:
         group: NCCL group that nothing else uses.
         rounds: The worker thread's gloo group, of the same ranks.
-        writers: Ranks that may receive.
         device: This rank's GPU.
         timeout_s: Longest wait for each message.
-
-    Raises:
-        RankFailedError: NCCL does not connect these ranks.
     """
 
-    def __init__(
-        self, group: ProcessGroup, rounds: ProcessGroup, writers: Sequence[int], device: torch.device, timeout_s: float
-    ) -> None:
+    def __init__(self, group: ProcessGroup, rounds: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self.group = group
         self._rounds = rounds
         self._timeout_s = timeout_s
+        self._buffers = MessageBuffers()
         self._token = torch.zeros(1, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._buffer = torch.zeros(MESSAGE_NBYTES, dtype=torch.uint8, device=device)
             self._stream.synchronize()
-            self._connect(writers)
 
-    def _connect(self, writers: Sequence[int]) -> None:
-        """A byte from every rank to every writer: NCCL joins two ranks when they first meet, for which it takes memory."""
+    def connect(self, writers: Sequence[int]) -> None:
+        """Send a byte from every rank to every writer: NCCL joins two ranks when they first meet, for which it takes memory.
+
+        *Collective*: every rank of the group calls it, once all of them have made their carrier: while NCCL joins two ranks it
+        waits for the other without a deadline.
+
+        Args:
+            writers: Ranks that may receive.
+
+        Raises:
+            RankFailedError: NCCL does not connect this rank.
+        """
         me, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         byte = self._buffer[:1]
         ends = [dist.P2POp(dist.isend, byte, group=self.group, group_peer=w) for w in writers if w != me]
         if me in writers:
             ends += [dist.P2POp(dist.irecv, byte, group=self.group, group_peer=r) for r in range(ranks) if r != me]
-        if not ends:
-            return
-        what = "connecting the ranks of gather=nccl (gather=gloo needs no GPU)"
-        try:
-            works = dist.batch_isend_irecv(ends)
-        except RuntimeError as e:
-            raise RankFailedError(what, {dist.get_rank(): text_of(e)}) from e
-        for work in works:
-            self._finish(work, what, me)
+        if ends:
+            with torch.cuda.device(self._buffer.device), torch.cuda.stream(self._stream):
+                self._carry(ends, "connecting the ranks of gather=nccl", me)
 
     def send(self, message: bytearray, peer: int) -> None:
         """See ``Carrier``."""
@@ -138,10 +161,9 @@ class NcclCarrier:
         with torch.cuda.device(self._buffer.device), torch.cuda.stream(self._stream):
             device_bytes.copy_(torch.frombuffer(message, dtype=torch.uint8))
             self._stream.synchronize()
-            receive_from(self._rounds, self._token, peer, what, self._timeout_s)
+            receive_from(self._rounds, self._token, peer, what, PATIENCE * self._timeout_s)
             send_to(self._rounds, self._token, peer, what, self._timeout_s)
-            work = dist.isend(device_bytes, group=self.group, group_dst=peer)
-            self._finish(work, what, peer)
+            self._carry([dist.P2POp(dist.isend, device_bytes, group=self.group, group_peer=peer)], what, peer)
 
     def receive(self, nbytes: int, peer: int) -> memoryview:
         """See ``Carrier``."""
@@ -150,26 +172,34 @@ class NcclCarrier:
         with torch.cuda.device(self._buffer.device), torch.cuda.stream(self._stream):
             send_to(self._rounds, self._token, peer, what, self._timeout_s)
             receive_from(self._rounds, self._token, peer, what, self._timeout_s)
-            work = dist.irecv(device_bytes, group=self.group, group_src=peer)
-            self._finish(work, what, peer)
-            return device_bytes.cpu().numpy().data
+            self._carry([dist.P2POp(dist.irecv, device_bytes, group=self.group, group_peer=peer)], what, peer)
+            buffer = self._buffers.take()
+            torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).copy_(device_bytes)
+            return memoryview(buffer)[:nbytes]
 
-    def _finish(self, work: Work | None, what: str, peer: int) -> None:
-        """Wait on the host: ``work.wait`` alone would first queue a wait for it on the stream, and others stand behind that."""
-        assert work is not None  # both are ranks of the group
+    def _carry(self, ends: list[dist.P2POp], what: str, peer: int) -> None:
+        """Launch this rank's ends and wait on the host: ``work.wait`` alone would first queue a wait for them on the stream, and
+        others stand behind that."""
         deadline = monotonic() + self._timeout_s
+        ended = False
         try:
-            while not (ended := work.is_completed()) and monotonic() < deadline:
-                sleep(_POLL_S)
-            if ended:
+            for work in dist.batch_isend_irecv(ends):  # refused where the group was ended before
+                while not (ended := work.is_completed()) and monotonic() < deadline:
+                    sleep(_POLL_S)
+                if not ended:
+                    break
                 work.wait()
         except RuntimeError as e:
             raise RankFailedError(what, {global_ranks(self.group)[peer]: text_of(e)}) from e
         if not ended:
-            with suppress(RuntimeError):
-                self.group.abort()  # what waits on this GPU ends, and what waits for that goes on
+            self.end()
             why = f"NCCL did not end a message within {self._timeout_s:g} s; gather=gloo needs no GPU"
             raise RankFailedError(what, {global_ranks(self.group)[peer]: why})
+
+    def end(self) -> None:
+        """End whatever still waits on this GPU, so that what waits for that goes on; nothing can be sent any more. Local."""
+        with suppress(RuntimeError):
+            self.group.abort()
 
 
 def send_to(group: ProcessGroup, tensor: torch.Tensor, peer: int, what: str, timeout_s: float) -> None:
@@ -178,7 +208,7 @@ def send_to(group: ProcessGroup, tensor: torch.Tensor, peer: int, what: str, tim
     Raises:
         RankFailedError: They were not taken in time.
     """
-    _wait(dist.isend(tensor, group=group, group_dst=peer), group, peer, what, timeout_s)
+    _wait(lambda: dist.isend(tensor, group=group, group_dst=peer), group, peer, what, timeout_s)
 
 
 def receive_from(group: ProcessGroup, tensor: torch.Tensor, peer: int, what: str, timeout_s: float) -> None:
@@ -187,12 +217,13 @@ def receive_from(group: ProcessGroup, tensor: torch.Tensor, peer: int, what: str
     Raises:
         RankFailedError: They did not come in time.
     """
-    _wait(dist.irecv(tensor, group=group, group_src=peer), group, peer, what, timeout_s)
+    _wait(lambda: dist.irecv(tensor, group=group, group_src=peer), group, peer, what, timeout_s)
 
 
-def _wait(work: Work | None, group: ProcessGroup, peer: int, what: str, timeout_s: float) -> None:
-    assert work is not None  # both are ranks of the group
+def _wait(begin: Callable[[], Work | None], group: ProcessGroup, peer: int, what: str, timeout_s: float) -> None:
     try:
+        work = begin()  # gloo refuses at once where a wait in this group ended before
+        assert work is not None  # both are ranks of the group
         work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as e:
         why = f"did not answer within {timeout_s:g} s: {text_of(e)}"

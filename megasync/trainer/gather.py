@@ -104,7 +104,7 @@ def send(carrier: Carrier, placement: Placement, parts: Iterable[bytes]) -> None
 def receive(
     carrier: Carrier | None, placement: Placement, payload: int, sizes: np.ndarray, own: Iterable[bytes]
 ) -> Iterator[memoryview]:
-    """Bytes of a payload in order, on its writer; each view is valid until the next.
+    """Bytes of a payload in order, on its writer; a sink may keep them all.
 
     Consume it whole, also after an error elsewhere: its senders wait.
 
@@ -125,9 +125,9 @@ def receive(
             continue
         left = int(sizes[owner])
         while left:
-            message = carrier.receive(min(left, MESSAGE_NBYTES), owner)
-            yield message
-            left -= len(message)
+            nbytes = min(left, MESSAGE_NBYTES)
+            yield carrier.receive(nbytes, owner)
+            left -= nbytes
 
 
 def _batches(parts: Iterable[bytes]) -> Iterator[memoryview]:

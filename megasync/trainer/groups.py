@@ -12,13 +12,15 @@ import torch.distributed as dist
 
 from megasync.config import GatherKind, PublishConfig
 from megasync.errors import RankFailedError
-from megasync.trainer.agree_wait import store_gone, text_of
+from megasync.trainer.agree import agree
+from megasync.trainer.agree_wait import PATIENCE, store_gone
 from megasync.trainer.carrier import Carrier, GlooCarrier, NcclCarrier
 from megasync.trainer.gather import writers_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_ALL = "all"  # are here: the verdict of a roll call, else those that are not
 _WATCHDOG_MARGIN = timedelta(minutes=5)
 
 
@@ -43,73 +45,125 @@ class Groups:
             worker_ended: No thread is inside ``rounds`` and ``carrier`` any more; else they stay until the process ends,
                 since a group must not go while a thread waits in it.
         """
-        carrier = None if self.carrier is None else self.carrier.group
-        idle = [self.control, *([carrier, self.rounds] if worker_ended else [])]
+        idle = [self.control]
+        if worker_ended:
+            idle.append(self.rounds)
+            if isinstance(self.carrier, NcclCarrier):
+                _end(self.carrier.group)
         for group in {id(g): g for g in idle if g is not None}.values():
             with suppress(ValueError, RuntimeError):  # gone already: the trainer destroyed all groups before
                 dist.destroy_process_group(group)
 
 
-def make_groups(config: PublishConfig, ranks: list[int] | None) -> Groups:
+def make_groups(config: PublishConfig, ranks: list[int] | None) -> Groups | None:
     """Make the groups. *Collective*: every rank of the world must call it.
 
     Args:
         config: Trainer-side configuration.
         ranks: Global ranks that take part; None for all.
 
+    Returns:
+        The groups; None on a rank that does not take part.
+
     Raises:
-        ValueError: ``gather=nccl`` without CUDA.
-        RankFailedError: Naming the ranks that did not come within ``timeout_s``; or NCCL's own error, on the rank that has it.
+        ValueError: ``ranks`` that are none of this world; ``gather=nccl`` without CUDA or NCCL.
+        RankFailedError: Naming the ranks that did not come within ``timeout_s``, or what kept one from its NCCL group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Groups(None, None, None)
+    world = dist.get_world_size()
+    if ranks is not None and (not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world))):
+        raise ValueError(f"ranks={ranks}: expected some of 0 to {world - 1}, each once; None stands for all")
     nccl = config.gather is GatherKind.NCCL
-    if nccl and not torch.cuda.is_available():
-        raise ValueError("gather=nccl needs CUDA devices: use gather=gloo (the default) or gather=direct")
+    if nccl and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        lacks = "CUDA devices" if not torch.cuda.is_available() else "a torch that was built with NCCL"
+        raise ValueError(f"gather=nccl needs {lacks}: use gather=gloo (the default) or gather=direct")
     _roll_call(config.timeout_s)
     control = dist.new_group(ranks, backend="gloo")
-    rounds = dist.new_group(ranks, backend="gloo")
-    if not nccl:
-        return Groups(control, rounds, GlooCarrier(rounds, config.timeout_s))
+    groups = Groups(control, None, None)
     try:
-        return Groups(control, rounds, _nccl_carrier(config, ranks, rounds))
+        rounds = dist.new_group(ranks, backend="gloo")
+        groups = Groups(control, rounds, GlooCarrier(rounds, config.timeout_s))
+        if nccl:
+            carrier = _nccl_carrier(config, ranks, control, rounds)
+            groups = Groups(control, rounds, carrier)
     except BaseException:
-        Groups(control, rounds, None).close()
+        groups.close()
         raise
+    return groups if ranks is None or dist.get_rank() in ranks else None
 
 
-def _nccl_carrier(config: PublishConfig, ranks: list[int] | None, rounds: ProcessGroup) -> NcclCarrier:
-    """A NCCL group of its own, connected at once: see ``carrier``. Before a trainer's kernels its messages are short."""
+def _nccl_carrier(
+    config: PublishConfig, ranks: list[int] | None, control: ProcessGroup, rounds: ProcessGroup
+) -> NcclCarrier | None:
+    """A NCCL group of its own, connected before anything trains: see ``carrier``. The ranks agree after each step, so that none
+    waits inside NCCL for one that failed. None on a rank that does not take part."""
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id  # torch takes no other one then
+    device = bound or torch.device("cuda", torch.cuda.current_device())
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    device = torch.device("cuda", torch.cuda.current_device())
     # Waits end by the carrier's own deadline; torch's would end the process.
-    limit = timedelta(seconds=config.timeout_s) + _WATCHDOG_MARGIN
+    options._timeout = limit = timedelta(seconds=config.timeout_s) + _WATCHDOG_MARGIN
+    group = carrier = error = None
     try:
         group = dist.new_group(ranks, timeout=limit, backend="nccl", pg_options=options, device_id=device)
-    except RuntimeError as e:
-        raise RankFailedError("making the NCCL group of gather=nccl", {dist.get_rank(): text_of(e)}) from e
-    writers = writers_of(dist.get_world_size(group), config.num_writers)
-    return NcclCarrier(group, rounds, writers, device, config.timeout_s)
+    except Exception as e:
+        error = e
+    if ranks is not None and dist.get_rank() not in ranks:
+        return None
+    try:
+        agree(control, error, "making the NCCL group of gather=nccl", config.timeout_s)
+        assert group is not None  # else this rank had an error to agree on
+        try:
+            carrier = NcclCarrier(group, rounds, device, config.timeout_s)
+        except Exception as e:
+            error = e
+        agree(control, error, "taking device memory for gather=nccl", config.timeout_s)
+        assert carrier is not None  # the same
+        try:
+            carrier.connect(writers_of(dist.get_world_size(group), config.num_writers))
+        except Exception as e:
+            error = e
+        agree(control, error, "connecting the ranks of gather=nccl", PATIENCE * config.timeout_s)
+    except BaseException:
+        if group is not None:
+            _end(group)
+        raise
+    return carrier
+
+
+def _end(group: ProcessGroup) -> None:
+    """Take a NCCL group down without the others: destroying it alone could wait for them."""
+    with suppress(ValueError, RuntimeError):
+        group.abort()
+    with suppress(ValueError, RuntimeError):
+        dist.destroy_process_group(group)
 
 
 def _roll_call(timeout_s: float) -> None:
-    """Wait for every rank of the world: ``new_group`` waits half an hour for one that is gone, and does not name it."""
+    """Wait for every rank of the world: ``new_group`` waits half an hour for one that is gone, and does not name it.
+
+    One verdict for all, the first that is written: a rank that comes after the others gave up does not go on alone.
+    """
     world = dist.group.WORLD
     assert world is not None  # initialised, says the caller
     store, me, num = world.get_group_store(), dist.get_rank(), dist.get_world_size()
     try:
         # Counted in the store, so that every rank's own number of this start is the same without any state here.
         prefix = f"megasync/start/{store.add(f'megasync/starts/{me}', 1)}"
+        verdict = f"{prefix}/verdict"
         store.set(f"{prefix}/{me}", "here")
         if store.add(f"{prefix}/count", 1) == num:
-            store.set(f"{prefix}/all", "here")
+            store.compare_set(verdict, "", _ALL)
         with suppress(RuntimeError):
-            store.wait([f"{prefix}/all"], timedelta(seconds=timeout_s))
-        missing = (
-            [] if store.check([f"{prefix}/all"]) else [r for r in range(num) if not store.check([f"{prefix}/{r}"])]
-        )
+            store.wait([verdict], timedelta(seconds=timeout_s))
+        if not store.check([verdict]):
+            silent = [str(r) for r in range(num) if not store.check([f"{prefix}/{r}"])]
+            store.compare_set(verdict, "", ",".join(silent) or _ALL)
+        said = store.get(verdict).decode()
     except RuntimeError as e:
         raise RankFailedError("starting a publisher", {}, store_gone(e)) from e
-    if missing:
+    if said != _ALL:
         why = f"did not come to the start within {timeout_s:g} s: on_train_start() must be called on every rank"
+        missing = map(int, said.split(","))
         raise RankFailedError("starting a publisher", dict.fromkeys(missing, f"{why}; see its own log"))

@@ -22,7 +22,7 @@ import msgspec
 from megasync.errors import RankFailedError, RetryError, SinkConflictError
 from megasync.telemetry import Telemetry
 from megasync.trainer.agree import all_gather_bytes
-from megasync.trainer.agree_wait import global_ranks
+from megasync.trainer.agree_wait import PATIENCE, global_ranks
 from megasync.trainer.masker import Masked
 from megasync.trainer.publish import publish
 from megasync.trainer.publishing import Outcome, Publishing
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LOOK_S = 0.02
-_GRACE = 3  # timeouts that a worker may take beyond ``give_up_s``: encoding, and the attempt that was running then
+_GRACE = (
+    PATIENCE + 2
+)  # timeouts that a worker may take beyond ``give_up_s``: encoding, and the attempt that was running then
 
 
 @dataclass

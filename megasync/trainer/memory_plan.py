@@ -140,7 +140,7 @@ def plan_memory(
     encoded = config.in_flight_limit * (2 * changed + values)
     rows.append(MemoryRow("in flight", f"encoded deltas at {PLANNED_DENSITY:.0%}", encoded, 0, "running"))
     by_nccl = config.gather is GatherKind.NCCL
-    rows.append(MemoryRow("gather", "message buffers", 2 * MESSAGE_NBYTES, MESSAGE_NBYTES * by_nccl, "running"))
+    rows.append(MemoryRow("gather", "message buffers", 3 * MESSAGE_NBYTES, MESSAGE_NBYTES * by_nccl, "running"))
     return MemoryPlan(tuple(rows))
 
 

@@ -19,6 +19,7 @@ from megasync.errors import RankFailedError
 from megasync.frames import read_table
 from megasync.manifest import DIGEST_NBYTES, payload_key
 from megasync.trainer.agree import all_gather_bytes, broadcast_bytes, rank_of
+from megasync.trainer.agree_wait import PATIENCE
 from megasync.trainer.gather import Placement, place, receive, send
 from megasync.trainer.publish_head import write_head
 from megasync.trainer.publishing import (
@@ -148,7 +149,7 @@ def _write_payloads(
             p.group,
             msgspec.msgpack.encode((status, sorted(done))),
             f"payloads of version {version}",
-            p.config.timeout_s,
+            PATIENCE * p.config.timeout_s,
         )
         rows = [msgspec.msgpack.decode(t, type=tuple[Status, list[int]]) for t in told]
         everywhere_done = {i for _, finished in rows for i in finished}

@@ -17,6 +17,7 @@ from megasync.digest import XXH3_128, content_digest
 from megasync.frames import FrameTable, make_table, read_table
 from megasync.manifest import DIGEST_NBYTES, Manifest
 from megasync.trainer.agree import broadcast_bytes
+from megasync.trainer.agree_wait import PATIENCE
 from megasync.trainer.gather import Placement
 from megasync.trainer.publishing import (
     FIRST_PAUSE_S,
@@ -59,7 +60,7 @@ def write_head(
                 Status("again", status.error, stuck=True) if steps.in_doubt else Status("failed", given_up(p, status))
             )
         told = broadcast_bytes(
-            p.group, msgspec.msgpack.encode(status), f"head of version {version}", p.config.timeout_s
+            p.group, msgspec.msgpack.encode(status), f"head of version {version}", PATIENCE * p.config.timeout_s
         )
         status = msgspec.msgpack.decode(told, type=Status)
         p.stuck = status.error if status.stuck else ""

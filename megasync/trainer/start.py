@@ -23,6 +23,7 @@ from megasync.manifest import Head, Manifest, decode_head
 from megasync.schema import Schema, require_same
 from megasync.sinks.base import Sink
 from megasync.trainer.agree import agree, all_gather_bytes, broadcast_bytes, rank_of
+from megasync.trainer.agree_wait import PATIENCE
 from megasync.trainer.device_digest import device_lanes
 from megasync.trainer.device_snapshot import device_of, make_snapshot
 from megasync.trainer.exporter import Exporter
@@ -122,6 +123,7 @@ def start(
         MemoryPlanError: On every rank, when what is planned does not fit on one of the hosts or devices.
     """
     timeout = config.timeout_s
+    patience = PATIENCE * timeout  # for ranks that are in the sink or in files
     schema, holdings = exchange(config.run, exporter, group, timeout_s=timeout)
     plan = together(group, "ownership plan", timeout, lambda: make_plan(schema, holdings))
     _same_everywhere(group, plan.digest, "ownership plan", timeout)
@@ -140,13 +142,13 @@ def start(
     fresh = base is None and _is_fresh(sink, config, group)
     check_memory(plan_memory(schema, regions, config, device, anchor=fresh), config, device, group)
     snapshot = together(group, "snapshot", timeout, lambda: make_snapshot(schema, regions, config.snapshot, device))
-    together(group, "reading the head", timeout, lambda: _require_key(sink, config) if me == HEAD_WRITER else None)
+    together(group, "reading the head", patience, lambda: _require_key(sink, config) if me == HEAD_WRITER else None)
     head = _claim(sink, config, group)
     reader = PublicationReader(sink, config.run, config.sign_key or None, timeout)
-    newest = _newest(reader, head, schema, group, timeout)
-    checkpoint = together(group, "checkpoint", timeout, lambda: Checkpoint(base) if base is not None else None)
+    newest = _newest(reader, head, schema, group, patience)
+    checkpoint = together(group, "checkpoint", patience, lambda: Checkpoint(base) if base is not None else None)
     try:
-        together(group, "seeding the snapshot", timeout, lambda: _seed(snapshot, reader, newest, checkpoint))
+        together(group, "seeding the snapshot", patience, lambda: _seed(snapshot, reader, newest, checkpoint))
     finally:
         if checkpoint is not None:
             checkpoint.close()
@@ -224,7 +226,7 @@ def _is_fresh(sink: Sink, config: PublishConfig, group: ProcessGroup | None) -> 
             fresh = raw is None or decode_head(raw, config.run).version < 0
         except Exception as e:
             error = e
-    agree(group, error, f"reading the head of run {config.run!r}", config.timeout_s)
+    agree(group, error, f"reading the head of run {config.run!r}", PATIENCE * config.timeout_s)
     return bytes(broadcast_bytes(group, bytes([fresh]), "whether the run is fresh", config.timeout_s)) == b"\x01"
 
 
@@ -236,7 +238,7 @@ def _claim(sink: Sink, config: PublishConfig, group: ProcessGroup | None) -> Hea
             data = claim(sink, config.run, timeout_s=config.timeout_s).encode()
         except Exception as e:
             error = e
-    agree(group, error, f"claiming run {config.run!r}", config.timeout_s)
+    agree(group, error, f"claiming run {config.run!r}", PATIENCE * config.timeout_s)
     return decode_head(bytes(broadcast_bytes(group, data, "claimed head", config.timeout_s)), config.run)
 
 
@@ -305,6 +307,6 @@ def _publish_checkpoint(sink: Sink, config: PublishConfig, group: ProcessGroup |
             data = after.head.encode()
         except Exception as e:
             error = e
-    agree(group, error, "publishing version 0", config.timeout_s)
+    agree(group, error, "publishing version 0", PATIENCE * config.timeout_s)
     head = decode_head(bytes(broadcast_bytes(group, data, "head of version 0", config.timeout_s)), config.run)
     return replace(lineage, head=head, version=0, digest=head.digest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,31 @@ def test_a_rank_that_ends_before_the_start_is_named_within_the_timeout(tmp_path:
         text, took_s = outcome.value
         assert "starting a publisher failed on 1 rank(s): rank 1: did not come to the start within 1.5 s" in text
         assert took_s < 10
+
+
+def _comes_late(rank: int, world_size: int, folder: str) -> tuple[str, int]:
+    callback, tensors = _callback(folder, timeout_s=1.5)
+    world = dist.group.WORLD
+    assert world is not None
+    told = world.get_group_store()
+    if rank == 1:
+        told.wait(["given up"], timedelta(seconds=20))
+    with pytest.raises(RankFailedError) as caught:
+        callback.on_train_start()
+    told.set("given up", "yes")
+    dist.barrier()
+    callback.config = replace(callback.config, timeout_s=20)
+    callback.on_train_start()
+    tensors["a"][0] += 1
+    callback.step_end()
+    callback.on_train_end()
+    return str(caught.value), callback.version
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_fails_too_and_all_start_again(tmp_path: Path) -> None:
+    for text, version in run_ranks(_comes_late, 2, tmp_path, str(tmp_path / "sink")):
+        assert "starting a publisher failed on 1 rank(s): rank 1: did not come to the start within 1.5 s" in text
+        assert version == 1
 
 
 def _unmade(rank: int, world_size: int, folder: str) -> str:

@@ -46,7 +46,9 @@ def started(rank: int, config: PublishConfig, connections: str = "") -> tuple[Gr
     gradient = torch.ones(1 << 20, device=f"cuda:{rank}")
     dist.all_reduce(gradient)
     torch.cuda.synchronize()
-    return make_groups(config, None), gradient
+    groups = make_groups(config, None)
+    assert groups is not None
+    return groups, gradient
 
 
 def beside(work: Callable[[], Any]) -> Callable[[], Any]:
@@ -141,6 +143,34 @@ def test_an_owner_that_does_not_send_is_named_and_the_trainer_goes_on(tmp_path: 
     error, _ = run_ranks(silent_rank, 2, tmp_path, tell, backend=BACKEND, timeout_s=120)
     why = "NCCL did not end a message within 5 s" if tell else "did not answer within 5 s"
     assert f"receiving the payload of rank 1 failed on 1 rank(s): rank 1: {why}" in error
+
+
+def alone_rank(rank: int, world: int) -> tuple[float, float, str]:
+    """One rank closes long before the other; then one cannot connect and the other waits for it: seconds of either."""
+    groups, _ = started(rank, replace(CONFIG, timeout_s=5))
+    dist.barrier(groups.control)
+    time.sleep(3 * rank)
+    begin = time.monotonic()
+    groups.close()
+    closed_s = time.monotonic() - begin
+    if rank:
+        NcclCarrier.__init__ = _cannot  # type: ignore[method-assign]
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError) as raised:
+        make_groups(replace(CONFIG, timeout_s=5), None)
+    failed_s = time.monotonic() - begin
+    return closed_s, failed_s, str(raised.value)
+
+
+def _cannot(self: NcclCarrier, *given: object) -> None:
+    raise torch.OutOfMemoryError("planned")
+
+
+def test_ranks_close_alone_and_none_waits_for_one_that_cannot_connect(tmp_path: Path) -> None:
+    for closed_s, failed_s, error in run_ranks(alone_rank, 2, tmp_path, backend=BACKEND, timeout_s=120):
+        assert closed_s < 2
+        assert failed_s < 15
+        assert "rank 1: OutOfMemoryError: planned" in error
 
 
 def publish_rank(rank: int, world: int, folder: str) -> list[bool]:

@@ -97,9 +97,9 @@ def test_rows_hold_what_is_owned(place: SnapshotPlace, monkeypatch: pytest.Monke
     assert "version 0" not in gpu
     assert gpu["mask"][0] > 2 * owned // 16
     assert gpu["mask"][1] > 0
-    assert (host["gather"][0], gpu["gather"][1]) == (2 * MESSAGE_NBYTES, 0)
+    assert (host["gather"][0], gpu["gather"][1]) == (3 * MESSAGE_NBYTES, 0)
     config = replace(config, gather=GatherKind.NCCL)
-    assert by_stage("cuda", anchor=False)["gather"] == (2 * MESSAGE_NBYTES, MESSAGE_NBYTES)
+    assert by_stage("cuda", anchor=False)["gather"] == (3 * MESSAGE_NBYTES, MESSAGE_NBYTES)
 
 
 def test_case_63_a_plan_that_does_not_fit_is_refused_at_the_start_with_its_numbers(

@@ -1,0 +1,98 @@
+"""A rank that is inside the sink for as long as it may be is waited for; ranks that do not take part make the same calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasync.config import OnError, PublishConfig
+from megasync.errors import RetryError
+from megasync.sinks.base import Buffer
+from megasync.sinks.local import LocalSink
+from megasync.trainer.callback import MegasyncCallback
+from megasync.versions.publication import PublicationReader
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_publish import ShardedExporter, full_model
+from tests.unit.test_publish_alone import assert_same, copy, rebuild
+
+TIMEOUT_S = 2.0
+CONFIG = PublishConfig(timeout_s=TIMEOUT_S, give_up_s=60, on_error=OnError.RETRY, max_first_density=1)
+
+
+class SlowSink(LocalSink):
+    """The first payload of version 1 is not answered for in time, or its manifest and head take most of their time each."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        super().__init__(folder)
+        self.kind, self.moved = kind, 0
+
+    def create(self, key: str, parts: Iterable[Buffer], *, timeout_s: float = 60.0) -> int:
+        if "v000000000001/" in key:
+            if "payload" not in key:
+                time.sleep(0.7 * TIMEOUT_S if self.kind == "head" else 0)
+            elif self.kind == "payload":
+                self.kind = ""
+                next(iter(parts))
+                time.sleep(1.1 * TIMEOUT_S)
+                raise RetryError("no answer within timeout_s")
+        return super().create(key, parts, timeout_s=timeout_s)
+
+    def swap_head(self, run: str, expected: bytes | None, new: bytes, *, timeout_s: float = 60.0) -> None:
+        self.moved += 1
+        if self.kind == "head" and self.moved == 3:  # after the claim and version 0
+            time.sleep(0.7 * TIMEOUT_S)
+        super().swap_head(run, expected, new, timeout_s=timeout_s)
+
+
+def publish_rank(rank: int, world: int, folder: str, kind: str, config: PublishConfig, ranks: list[int] | None) -> Any:
+    members = range(world) if ranks is None else ranks
+    exporter = ShardedExporter(len(members), members.index(rank) if rank in members else 0)
+    callback = MegasyncCallback(exporter, SlowSink(Path(folder), kind), config, ranks=ranks)
+    callback.on_train_start()
+    for step in (1, 2):
+        exporter.load(step)
+        callback.step_end()
+    callback.on_train_end()
+    return callback.version, [o.durable for o in callback.outcomes]
+
+
+def require_newest(folder: Path) -> None:
+    reader = PublicationReader(LocalSink(folder), "run")
+    newest = reader.newest()
+    assert newest is not None
+    assert newest.version == 2
+    assert_same(rebuild(reader, newest), copy(full_model(2)))
+
+
+@pytest.mark.parametrize("kind", ["payload", "head"])
+def test_a_rank_that_stands_in_the_sink_is_waited_for(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "sink").mkdir()
+    found = run_ranks(publish_rank, 3, tmp_path, str(tmp_path / "sink"), kind, CONFIG, None)
+    assert found == [(2, [True] * 3)] * 3
+    require_newest(tmp_path / "sink")
+
+
+def test_ranks_that_do_not_take_part_make_the_same_calls(tmp_path: Path) -> None:
+    (tmp_path / "sink").mkdir()
+    config = replace(CONFIG, timeout_s=20)
+    found = run_ranks(publish_rank, 3, tmp_path, str(tmp_path / "sink"), "", config, [1, 2])
+    assert found == [(-1, []), (2, [True] * 3), (2, [True] * 3)]
+    require_newest(tmp_path / "sink")
+
+
+def strange_rank(rank: int, world: int, ranks: list[int]) -> str:
+    callback = MegasyncCallback(ShardedExporter(1, 0), LocalSink(Path("/nowhere")), CONFIG, ranks=ranks)
+    with pytest.raises(ValueError, match="ranks=") as raised:
+        callback.on_train_start()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [1, 2]])
+def test_ranks_of_no_world_are_refused_on_every_rank(tmp_path: Path, ranks: list[int]) -> None:
+    wanted = f"ranks={ranks}: expected some of 0 to 1, each once; None stands for all"
+    assert run_ranks(strange_rank, 2, tmp_path, ranks) == [wanted] * 2
