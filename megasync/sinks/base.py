@@ -190,7 +190,12 @@ class Sink(ABC):
     """A place for publications. Thread-safe; usable from several processes where the place itself is shared.
 
     A key below another object's key (``a`` and ``a/b``) may be refused with ValueError: file systems cannot hold both.
+
+    Attributes:
+        keeps_parts: Whether ``create`` holds all parts of an object until it is written: memory plans count them.
     """
+
+    keeps_parts: bool = False
 
     @abstractmethod
     def create(self, key: str, parts: Iterable[Buffer], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:

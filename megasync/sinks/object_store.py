@@ -59,6 +59,8 @@ class ObjectStoreSink(Sink):
     *Memory*: a creation holds views of the parts, not copies; a read into memory holds at most 8 ranges of 8 MiB.
     """
 
+    keeps_parts = True
+
     def __init__(self, store: Any, *, name: str = "", max_object_nbytes: int = MAX_OBJECT_NBYTES) -> None:
         """Take a store.
 

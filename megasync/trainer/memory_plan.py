@@ -100,7 +100,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    schema: Schema, regions: Sequence[Region], config: PublishConfig, device: torch.device, *, anchor: bool
+    schema: Schema,
+    regions: Sequence[Region],
+    config: PublishConfig,
+    device: torch.device,
+    *,
+    anchor: bool,
+    kept_ratio: float = 0.0,
 ) -> MemoryPlan:
     """Plan what this rank takes.
 
@@ -110,6 +116,7 @@ def plan_memory(
         config: Trainer-side configuration.
         device: Where the live weights are.
         anchor: Version 0 is to be published as full bytes.
+        kept_ratio: Share of all payload bytes that the sink keeps here until they are written.
     """
     w = {r.tensor_id: schema.tensors[r.tensor_id].word_nbytes for r in regions}
     owned = sum(r.box.num_words * w[r.tensor_id] for r in regions)
@@ -139,6 +146,13 @@ def plan_memory(
         rows.append(MemoryRow("mask", f"changed words at {PLANNED_DENSITY:.0%}", flights, 0, "running"))
     encoded = config.in_flight_limit * (2 * changed + values)
     rows.append(MemoryRow("in flight", f"encoded deltas at {PLANNED_DENSITY:.0%}", encoded, 0, "running"))
+    if kept_ratio:
+        total, words = (sum(getattr(t, name) for t in schema.tensors) for name in ("nbytes", "num_words"))
+        delta = int((2 * words + total) * PLANNED_DENSITY * kept_ratio)
+        what = "a payload, which this sink keeps until it is written"
+        rows.append(MemoryRow("gather", f"{what}, at {PLANNED_DENSITY:.0%}", delta, 0, "running"))
+        if anchor:
+            rows.append(MemoryRow("version 0", what, int(total * kept_ratio), 0, "start"))
     by_nccl = config.gather is GatherKind.NCCL
     rows.append(MemoryRow("gather", "message buffers", 3 * MESSAGE_NBYTES, MESSAGE_NBYTES * by_nccl, "running"))
     return MemoryPlan(tuple(rows))

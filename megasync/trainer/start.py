@@ -16,17 +16,18 @@ import msgspec
 import numpy as np
 import torch
 
-from megasync.config import FirstDifference, PublishConfig
+from megasync.config import FirstDifference, GatherKind, PublishConfig
 from megasync.digest import XXH3_128, content_digest
 from megasync.errors import BaseMismatchError, MegasyncError
 from megasync.manifest import Head, Manifest, decode_head
 from megasync.schema import Schema, require_same
 from megasync.sinks.base import Sink
-from megasync.trainer.agree import agree, all_gather_bytes, broadcast_bytes, rank_of
+from megasync.trainer.agree import agree, all_gather_bytes, broadcast_bytes, num_ranks, rank_of
 from megasync.trainer.agree_wait import PATIENCE
 from megasync.trainer.device_digest import device_lanes
 from megasync.trainer.device_snapshot import device_of, make_snapshot
 from megasync.trainer.exporter import Exporter
+from megasync.trainer.gather import writers_of
 from megasync.trainer.mask import words_of
 from megasync.trainer.memory_plan import check_memory, plan_memory
 from megasync.trainer.metadata import exchange
@@ -140,7 +141,8 @@ def start(
     if me == HEAD_WRITER:
         log.info("megasync run %s: %s", config.run, plan.report())
     fresh = base is None and _is_fresh(sink, config, group)
-    check_memory(plan_memory(schema, regions, config, device, anchor=fresh), config, device, group)
+    kept = _kept_ratio(sink, config, group)
+    check_memory(plan_memory(schema, regions, config, device, anchor=fresh, kept_ratio=kept), config, device, group)
     snapshot = together(group, "snapshot", timeout, lambda: make_snapshot(schema, regions, config.snapshot, device))
     together(group, "reading the head", patience, lambda: _require_key(sink, config) if me == HEAD_WRITER else None)
     head = _claim(sink, config, group)
@@ -171,6 +173,14 @@ def start(
     volatile = any(p.volatile for p in exporter.pieces())
     told = all_gather_bytes(group, bytes([volatile]), "whether weights are volatile", timeout)
     return Started(schema, plan, snapshot, lineage.head, mine, anchor, device, b"\x01" in map(bytes, told))
+
+
+def _kept_ratio(sink: Sink, config: PublishConfig, group: ProcessGroup | None) -> float:
+    """Share of the bytes gathered from all ranks that lies here while the sink writes it; an owner's own lie here anyway."""
+    writers = writers_of(num_ranks(group), config.num_writers)
+    if not getattr(sink, "keeps_parts", False) or config.gather is GatherKind.DIRECT or group is None or rank_of(group) not in writers:
+        return 0.0
+    return 1 / len(writers)
 
 
 def lanes_for(device: torch.device) -> LanesOf:

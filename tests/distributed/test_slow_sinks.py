@@ -14,7 +14,9 @@ from megasync.config import OnError, PublishConfig
 from megasync.errors import RetryError
 from megasync.sinks.base import Buffer
 from megasync.sinks.local import LocalSink
+from megasync.trainer import gather, start
 from megasync.trainer.callback import MegasyncCallback
+from megasync.trainer.memory_plan import MemoryPlan
 from megasync.versions.publication import PublicationReader
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_publish import ShardedExporter, full_model
@@ -96,3 +98,35 @@ def strange_rank(rank: int, world: int, ranks: list[int]) -> str:
 def test_ranks_of_no_world_are_refused_on_every_rank(tmp_path: Path, ranks: list[int]) -> None:
     wanted = f"ranks={ranks}: expected some of 0 to 1, each once; None stands for all"
     assert run_ranks(strange_rank, 2, tmp_path, ranks) == [wanted] * 2
+
+
+class KeepingSink(LocalSink):
+    """Has all parts before it writes the first, as object stores do."""
+
+    keeps_parts = True
+
+    def create(self, key: str, parts: Iterable[Buffer], *, timeout_s: float = 60.0) -> int:
+        return super().create(key, list(parts), timeout_s=timeout_s)
+
+
+def keeping_rank(rank: int, world: int, folder: str) -> list[bool]:
+    vars(gather).update(MESSAGE_NBYTES=10_000)
+    planned: list[MemoryPlan] = []
+    vars(start).update(check_memory=lambda plan, *given: planned.append(plan))
+    config = replace(CONFIG, timeout_s=20)
+    callback = MegasyncCallback(ShardedExporter(world, rank), KeepingSink(Path(folder)), config)
+    callback.on_train_start()
+    callback.exporter.load(1)  # type: ignore[union-attr]
+    callback.step_end()
+    callback.exporter.load(2)  # type: ignore[union-attr]
+    callback.on_train_step_end()
+    callback.on_train_end()
+    counted = any("which this sink keeps" in row.what for row in planned[0].rows)
+    assert counted == (rank == 0)  # the writer
+    return [o.durable for o in callback.outcomes]
+
+
+def test_a_sink_that_keeps_all_parts_gets_those_of_every_rank_right_and_they_are_planned(tmp_path: Path) -> None:
+    (tmp_path / "sink").mkdir()
+    assert run_ranks(keeping_rank, 3, tmp_path, str(tmp_path / "sink")) == [[True] * 3] * 3
+    require_newest(tmp_path / "sink")

@@ -98,6 +98,11 @@ def test_rows_hold_what_is_owned(place: SnapshotPlace, monkeypatch: pytest.Monke
     assert gpu["mask"][0] > 2 * owned // 16
     assert gpu["mask"][1] > 0
     assert (host["gather"][0], gpu["gather"][1]) == (3 * MESSAGE_NBYTES, 0)
+    kept = plan_memory(rank.schema, rank.regions, config, torch.device("cpu"), anchor=True, kept_ratio=0.5)
+    extra = {(r.stage, r.when): r.host_nbytes for r in kept.rows if "this sink keeps" in r.what}
+    total = sum(t.nbytes for t in rank.schema.tensors)
+    words = sum(t.num_words for t in rank.schema.tensors)
+    assert extra == {("version 0", "start"): total // 2, ("gather", "running"): int((2 * words + total) * 0.01 / 2)}
     config = replace(config, gather=GatherKind.NCCL)
     assert by_stage("cuda", anchor=False)["gather"] == (3 * MESSAGE_NBYTES, MESSAGE_NBYTES)
 
