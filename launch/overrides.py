@@ -75,7 +75,7 @@ def faults_of(kind: type, overrides: Sequence[str]) -> list[str]:
             near = difflib.get_close_matches(key, names, 1)
             meant = f"; did you mean {near[0]}?" if near else ""
             faults.append(f"{override}: there is no setting {key!r}; known: {', '.join(names)}{meant}")
-        elif found.is_delete() or found.is_add() or found.is_force_add():
+        elif found.is_delete() or found.is_add():
             faults.append(f"{override}: expected {key}=VALUE, without a sign before it")
         else:
             try:

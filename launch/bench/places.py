@@ -8,6 +8,7 @@ here. Between the command line (entry) and rows; must not import torch.
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def out_fault(name: str, out: str) -> str:
     is_file = path.suffix == ROWS
     if not out:
         why = "an empty path"
-    elif is_file and path.is_dir():
-        why = "is a folder"
+    elif is_file and (said := _no_file(path)):
+        why = said
     else:
         why = _unwritable(path.parent if is_file else path)
     wanted = f"give a folder that can be written to, or a path in one that ends in {ROWS} for the file itself"
@@ -74,9 +75,21 @@ def trace_fault(name: str, path: str) -> str:
     return f"{name}{path}: {why}: give a path in a folder that can be written to" if why else ""
 
 
+def _no_file(path: Path) -> str:
+    """Why a path cannot be a file's, whatever its folder is."""
+    try:
+        return "is a folder" if stat.S_ISDIR(os.stat(path).st_mode) else ""  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as e:  # a name that is too long
+        return str(e.strerror or e)
+
+
 def _unwritable(folder: Path) -> str:
     """Tried where the folder would be made: access bits say little to root and on odd file systems."""
     at = folder
+    if str(folder).startswith("~"):
+        return "~ is no folder, and no shell put one in its place: write $HOME"
     try:
         at = folder.absolute()
         while not os.path.lexists(at):

@@ -14,6 +14,8 @@ import torch
 
 T = TypeVar("T")
 
+_KINDS = {"texts": str, "regular expressions": str | re.Pattern}
+
 
 def kind_of(given: object) -> str:
     """What was given, for a message."""
@@ -55,7 +57,7 @@ def listed(who: str, argument: str, given: Iterable[T], kind: str = "texts") -> 
         who: The adapter.
         argument: Its name.
         given: What came; a text by itself is refused, for it would be taken letter by letter.
-        kind: ``texts`` (compiled regular expressions count as such) or ``functions``.
+        kind: ``texts``, ``regular expressions`` (as texts or compiled) or ``functions``.
 
     Raises:
         TypeError: Something else, or an item of another kind.
@@ -64,7 +66,7 @@ def listed(who: str, argument: str, given: Iterable[T], kind: str = "texts") -> 
         raise TypeError(f"{who} got {kind_of(given)} for {argument}, expected a list of {kind}: write {argument}=[...]")
     items = tuple(given)
     for item in items:
-        if not (callable(item) if kind == "functions" else isinstance(item, str | re.Pattern)):
+        if not (callable(item) if kind == "functions" else isinstance(item, _KINDS[kind])):
             raise TypeError(f"{who} got {kind_of(item)} among {argument}, expected a list of {kind}")
     return items
 

@@ -71,7 +71,7 @@ class MegatronExporter(Exporter):
         check_choices(names, vocab_size, metadata, checkpoint)
         self._models = [unwrap(c) for c in self._chunks]
         self._names = names
-        self._vocab_size = vocab_size
+        self._vocab_size = None if vocab_size is None else int(vocab_size)
         self._metadata = metadata
         self._checkpoint: Checkpoint = checkpoint
         self._group = group

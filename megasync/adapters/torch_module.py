@@ -88,7 +88,7 @@ class TorchModuleEngine(Engine):
         self.module = module
         self.rules = listed(who, "rules", rules, "functions")
         self.exclude = {pattern(who, "exclude", p): why for p, why in (exclude or {}).items()}
-        self.local = tuple(pattern(who, "local", p) for p in listed(who, "local", local))
+        self.local = tuple(pattern(who, "local", p) for p in listed(who, "local", local, "regular expressions"))
         self.pause_timeout_s = pause_timeout_s
         self.version = -1
         self._seed, self._observe = seed, observe

@@ -24,8 +24,8 @@ SLOW_S = 1.0
 """Seconds of waiting after which a rank writes "I am here" into the group's store."""
 
 PATIENCE = 5
-"""Timeouts that a rank waits for one that may be inside the sink, where an operation takes one, or two with object stores, or
-behind another writer that is: two writers behind each other, and one to spare. A rank that died is noticed at once."""
+"""Timeouts that a rank waits for one that may be inside the sink: a head write is up to four operations there, and one with
+an object store may take two timeouts. A rank that died is noticed at once."""
 
 MAX_TEXT = 64 * 1024
 """Characters of all error texts of a message together."""

@@ -66,7 +66,8 @@ class MegasyncCallback:
         sink: Where to publish.
         config: Trainer-side configuration.
         base: Checkpoint that is version 0; None makes an anchor of the starting weights version 0.
-        ranks: Global ranks that take part; None for all. The others make the same calls, which do nothing there.
+        ranks: Global ranks that take part; None for all. The others make the same calls, which do nothing there; where a start
+            failed and is tried again, they try again too.
         optimizer: What writes the weights, or a sequence of such: its ``step`` is announced to the mask stage. By default
             the context's. Only weights on a GPU need it.
         on_outcome: Called on a worker thread with every verdict; must be quick.
@@ -250,7 +251,7 @@ class MegasyncCallback:
 
     def close(self) -> None:
         """Stop the worker thread; versions still in flight are given up. Idempotent, local."""
-        state = self._state
+        state, self._outside = self._state, False
         if state is None:
             return
         self._last_version = self.version
@@ -262,8 +263,9 @@ class MegasyncCallback:
                 state.masker.close()
             finally:
                 try:
-                    state.groups.close(worker_ended=state.flights.close())
+                    state.flights.close(state.groups.close)
                 finally:
+                    state.groups.close(worker_ended=False)
                     self._state = None
 
     @property

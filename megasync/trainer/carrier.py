@@ -11,7 +11,6 @@ loaded), the trainers wait for each other until the deadline ends the message. M
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 MESSAGE_NBYTES = 16 << 20
 """Largest message, and all that a writer itself holds of a payload; some sinks keep all parts until the object is written."""
 
+_NUM_BUFFERS = 3
 _POLL_S = 2e-4
 """Seconds between looks at a message on the GPU: a full one takes some 60 us by NVLink, 0.4 ms by network."""
 
@@ -38,19 +38,21 @@ class MessageBuffers:
     """Host memory for messages, each for as long as anybody has a view of it: pages of fresh memory cost more than gloo does.
 
     A reader that takes one message after the other needs two, since it has the last one while the next one comes. Where a sink
-    keeps them, others are made.
+    keeps them, others are made, no larger than they must be.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[bytearray] = deque(maxlen=3)
+        self._buffers: list[bytearray] = []
 
-    def take(self) -> bytearray:
-        """``MESSAGE_NBYTES`` bytes that nobody has a view of."""
-        for buffer in self._kept:
+    def take(self, nbytes: int) -> bytearray:
+        """At least ``nbytes`` bytes, ``MESSAGE_NBYTES`` at most, that nobody has a view of."""
+        for buffer in self._buffers:
             if _is_free(buffer):
                 return buffer
-        self._kept.append(bytearray(MESSAGE_NBYTES))
-        return self._kept[-1]
+        if len(self._buffers) == _NUM_BUFFERS:
+            return bytearray(nbytes)
+        self._buffers.append(bytearray(MESSAGE_NBYTES))
+        return self._buffers[-1]
 
 
 def _is_free(buffer: bytearray) -> bool:
@@ -104,7 +106,7 @@ class GlooCarrier:
 
     def receive(self, nbytes: int, peer: int) -> memoryview:
         """See ``Carrier``."""
-        buffer = self._buffers.take()
+        buffer = self._buffers.take(nbytes)
         message = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
         receive_from(self.group, message, peer, _receiving(self.group, peer), self._timeout_s)
         return memoryview(buffer)[:nbytes]
@@ -173,7 +175,7 @@ class NcclCarrier:
             send_to(self._rounds, self._token, peer, what, self._timeout_s)
             receive_from(self._rounds, self._token, peer, what, self._timeout_s)
             self._carry([dist.P2POp(dist.irecv, device_bytes, group=self.group, group_peer=peer)], what, peer)
-            buffer = self._buffers.take()
+            buffer = self._buffers.take(nbytes)
             torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).copy_(device_bytes)
             return memoryview(buffer)[:nbytes]
 

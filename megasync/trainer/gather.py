@@ -48,7 +48,8 @@ def writers_of(ranks: int, num_writers: int) -> list[int]:
 def place(sizes: np.ndarray, num_writers: int, *, direct: bool = False) -> Placement:
     """Assign owners to writers.
 
-    Each of ``writers_of`` takes a run of neighbours cut by bytes. Ranks without bytes take part in nothing.
+    Each of ``writers_of`` takes a run of neighbours cut by bytes. A writer keeps its own bytes, so that none stands behind
+    another one before it writes. Ranks without bytes take part in nothing.
 
     Args:
         sizes: Bytes of each rank, int64 ``[ranks]``.
@@ -57,12 +58,13 @@ def place(sizes: np.ndarray, num_writers: int, *, direct: bool = False) -> Place
     """
     ranks = len(sizes)
     num_writers = min(num_writers, ranks)
-    writers = range(ranks) if direct else writers_of(ranks, num_writers)
+    writers = list(range(ranks)) if direct else writers_of(ranks, num_writers)
     if direct:
         slot = np.arange(ranks)
     else:
         middle = np.cumsum(sizes) - sizes + sizes // 2
         slot = np.minimum(middle * num_writers // max(int(sizes.sum()), 1), num_writers - 1)
+        slot[writers] = np.arange(num_writers)
     payload_of, offset_of = [-1] * ranks, [0] * ranks
     writer_of: list[int] = []
     payload_nbytes: list[int] = []

@@ -143,23 +143,29 @@ def _end(group: ProcessGroup) -> None:
 def _roll_call(timeout_s: float) -> None:
     """Wait for every rank of the world: ``new_group`` waits half an hour for one that is gone, and does not name it.
 
-    One verdict for all, the first that is written: a rank that comes after the others gave up does not go on alone.
+    One verdict for all, the first that is written. A rank that comes after it comes to the next start, where it meets those that
+    try again.
     """
     world = dist.group.WORLD
     assert world is not None  # initialised, says the caller
     store, me, num = world.get_group_store(), dist.get_rank(), dist.get_world_size()
     try:
-        # Counted in the store, so that every rank's own number of this start is the same without any state here.
-        prefix = f"megasync/start/{store.add(f'megasync/starts/{me}', 1)}"
-        verdict = f"{prefix}/verdict"
+        # Counted in the store: no state here, and ranks that missed a start catch up.
+        while True:
+            prefix = f"megasync/start/{store.add(f'megasync/starts/{me}', 1)}"
+            verdict, told = f"{prefix}/verdict", f"{prefix}/told"
+            if not store.check([told]):
+                break
         store.set(f"{prefix}/{me}", "here")
         if store.add(f"{prefix}/count", 1) == num:
             store.compare_set(verdict, "", _ALL)
+            store.set(told, "")  # compare_set alone wakes nobody who waits at a TCPStore without libuv
         with suppress(RuntimeError):
-            store.wait([verdict], timedelta(seconds=timeout_s))
-        if not store.check([verdict]):
+            store.wait([told], timedelta(seconds=timeout_s))
+        if not store.check([told]):
             silent = [str(r) for r in range(num) if not store.check([f"{prefix}/{r}"])]
             store.compare_set(verdict, "", ",".join(silent) or _ALL)
+            store.set(told, "")
         said = store.get(verdict).decode()
     except RuntimeError as e:
         raise RankFailedError("starting a publisher", {}, store_gone(e)) from e

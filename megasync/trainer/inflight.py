@@ -93,6 +93,8 @@ class InFlight:
     _broken: BaseException | None = None
     _failed: bool = False
     _thread: threading.Thread | None = None
+    _over: bool = False
+    _last: deque[Callable[[], None]] = field(default_factory=deque)
 
     def start(self) -> None:
         """Start the worker thread."""
@@ -158,20 +160,29 @@ class InFlight:
             with suppress(queue.Empty):
                 self._wake.get(timeout=_LOOK_S)
 
-    def close(self) -> bool:
+    def close(self, then: Callable[[], None] = lambda: None) -> None:
         """Stop the worker; versions still in flight are given up.
 
-        Returns:
-            Whether the worker has ended: its process groups are free then.
+        Args:
+            then: Called once the worker has ended and its process groups are free: before this returns, or by the worker as the
+                last thing it does, where it is inside the sink for longer than ``timeout_s``.
         """
         self.publishing.closing.set()
+        self._last.append(then)
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(self.publishing.config.timeout_s)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
-        return True
+        if self._thread is None or self._over or not self._thread.is_alive():
+            self._end()  # else the worker, which looks after it is over
+
+    def _end(self) -> None:
+        """Do what is to be done last, each once, whoever comes first."""
+        while True:
+            try:
+                then = self._last.popleft()
+            except IndexError:
+                return
+            then()
 
     def _take(self, settled: list[Flight], lost: int | None) -> tuple[list[Outcome], list[Flight]]:
         for _ in settled:
@@ -208,6 +219,13 @@ class InFlight:
         return _Settled(min(r.settled for r in rows), "", stuck, first.waited_s, first.steps, first.newest)
 
     def _run(self) -> None:
+        try:
+            self._work_off()
+        finally:
+            self._over = True
+            self._end()
+
+    def _work_off(self) -> None:
         while (flight := self._work.get()) is not None:
             try:
                 if flight.outcome is None:

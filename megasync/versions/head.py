@@ -1,7 +1,7 @@
 """Writing the end of a publication: claiming an epoch, the manifest, the head. The order is the guarantee.
 
 Payloads are durable, then ``write_manifest`` (exclusive create), then ``move_head`` (compare-and-swap under the fence).
-Used by trainer.publish, fold and the tools. Must not import trainer or receiver.
+Used by trainer.publish_head, trainer.start and the tools. Must not import trainer or receiver.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading publications: head, manifest, schema, frames, each checked before it is believed.
 
-Used by the receiver's fetch, by fold and by the tools. Writing is in ``versions.head`` and ``trainer.publish``. Must not
+Used by the receiver's fetch, by a trainer's start and by the tools. Writing is in ``versions.head`` and ``trainer.publish_head``. Must not
 import trainer or receiver.
 """
 

@@ -25,7 +25,7 @@ from megasync.trainer import carrier as carriers
 from megasync.trainer import gather
 from megasync.trainer import groups as group_makers
 from megasync.trainer.callback import MegasyncCallback
-from megasync.trainer.carrier import GlooCarrier, NcclCarrier
+from megasync.trainer.carrier import GlooCarrier, MessageBuffers, NcclCarrier
 from megasync.trainer.gather import place, receive, send, writers_of
 from megasync.trainer.groups import Groups
 from megasync.versions.publication import PublicationReader
@@ -149,6 +149,17 @@ def kept_rank(rank: int, world: int) -> bool:
 
 def test_parts_stay_as_they_are_until_the_sink_is_done(tmp_path: Path) -> None:
     assert run_ranks(kept_rank, 3, tmp_path) == [True] * 3
+
+
+def test_messages_that_are_kept_take_no_more_than_they_must() -> None:
+    buffers = MessageBuffers()
+    first = buffers.take(100)
+    assert buffers.take(7) is first  # nobody has a view of it
+    kept = [memoryview(first)[:100], *(memoryview(buffers.take(100)) for _ in range(20))]
+    assert sum(len(view.obj) for view in kept) == 3 * carriers.MESSAGE_NBYTES + 18 * 100  # type: ignore[arg-type]
+    assert len({id(view.obj) for view in kept}) == 21
+    del kept
+    assert buffers.take(100) is first
 
 
 def early_rank(rank: int, world: int, first: int) -> bool:

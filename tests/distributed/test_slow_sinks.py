@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megasync.config import OnError, PublishConfig
 from megasync.errors import RetryError
@@ -27,7 +29,8 @@ CONFIG = PublishConfig(timeout_s=TIMEOUT_S, give_up_s=60, on_error=OnError.RETRY
 
 
 class SlowSink(LocalSink):
-    """The first payload of version 1 is not answered for in time, or its manifest and head take most of their time each."""
+    """The first payload of version 1 is not answered for in time, or its manifest and head take most of their time each, or
+    the head is read as slowly."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         super().__init__(folder)
@@ -37,12 +40,18 @@ class SlowSink(LocalSink):
         if "v000000000001/" in key:
             if "payload" not in key:
                 time.sleep(0.7 * TIMEOUT_S if self.kind == "head" else 0)
-            elif self.kind == "payload":
+            elif self.kind in ("payload", "whole payload"):
+                for _ in parts if self.kind == "whole payload" else [next(iter(parts))]:
+                    pass
                 self.kind = ""
-                next(iter(parts))
                 time.sleep(1.1 * TIMEOUT_S)
                 raise RetryError("no answer within timeout_s")
         return super().create(key, parts, timeout_s=timeout_s)
+
+    def read_head(self, run: str, *, timeout_s: float = 60.0) -> bytes | None:
+        if self.kind == "start" and not self.moved:
+            time.sleep(1.1 * TIMEOUT_S)
+        return super().read_head(run, timeout_s=timeout_s)
 
     def swap_head(self, run: str, expected: bytes | None, new: bytes, *, timeout_s: float = 60.0) -> None:
         self.moved += 1
@@ -71,7 +80,7 @@ def require_newest(folder: Path) -> None:
     assert_same(rebuild(reader, newest), copy(full_model(2)))
 
 
-@pytest.mark.parametrize("kind", ["payload", "head"])
+@pytest.mark.parametrize("kind", ["payload", "whole payload", "head", "start"])
 def test_a_rank_that_stands_in_the_sink_is_waited_for(tmp_path: Path, kind: str) -> None:
     (tmp_path / "sink").mkdir()
     found = run_ranks(publish_rank, 3, tmp_path, str(tmp_path / "sink"), kind, CONFIG, None)
@@ -130,3 +139,35 @@ def test_a_sink_that_keeps_all_parts_gets_those_of_every_rank_right_and_they_are
     (tmp_path / "sink").mkdir()
     assert run_ranks(keeping_rank, 3, tmp_path, str(tmp_path / "sink")) == [[True] * 3] * 3
     require_newest(tmp_path / "sink")
+
+
+class BusySink(LocalSink):
+    """Payloads of version 1 take nearly two timeouts, as they may with an object store."""
+
+    def create(self, key: str, parts: Iterable[Buffer], *, timeout_s: float = 60.0) -> int:
+        if "v000000000001/" in key and "payload" in key:
+            time.sleep(1.8 * timeout_s)
+        return super().create(key, parts, timeout_s=timeout_s)
+
+
+def closing_rank(rank: int, world: int, folder: str) -> tuple[float, int, int]:
+    exporter = ShardedExporter(world, rank)
+    before = len(dist.distributed_c10d._world.pg_map)
+    callback = MegasyncCallback(exporter, BusySink(Path(folder)), replace(CONFIG, timeout_s=1.0))
+    callback.on_train_start()
+    worker = next(t for t in threading.enumerate() if t.name == "megasync-publish")
+    exporter.load(1)
+    callback.step_end()
+    begin = time.monotonic()
+    callback.close()
+    took_s = time.monotonic() - begin
+    held = len(dist.distributed_c10d._world.pg_map) - before
+    worker.join(20)
+    return took_s, held, len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_closing_beside_a_worker_in_the_sink_leaves_no_group_once_it_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "sink").mkdir()
+    (took_s, held, left), _ = run_ranks(closing_rank, 2, tmp_path, str(tmp_path / "sink"))
+    assert took_s < 1.7  # one timeout: it does not wait for the sink
+    assert (held, left) == (1, 0)

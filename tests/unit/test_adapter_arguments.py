@@ -69,9 +69,13 @@ def test_an_engine_takes_a_live_module(make: Callable[[Any], Any], given: Any, w
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ({"local": ".*bias"}, TypeError, "got str for local, expected a list of texts: write local=[...]"),
-        ({"local": 3}, TypeError, "got int for local, expected a list of texts"),
-        ({"local": [3]}, TypeError, "got int among local, expected a list of texts"),
+        (
+            {"local": ".*bias"},
+            TypeError,
+            "got str for local, expected a list of regular expressions: write local=[...]",
+        ),
+        ({"local": 3}, TypeError, "got int for local, expected a list of regular expressions"),
+        ({"local": [3]}, TypeError, "got int among local, expected a list of regular expressions"),
         ({"local": ["("]}, ValueError, "'(' in local is no regular expression"),
         ({"exclude": ["mtp.*"]}, TypeError, "got list for exclude, expected a mapping"),
         ({"exclude": "mtp.*"}, TypeError, "got str for exclude, expected a mapping"),
@@ -104,6 +108,7 @@ def test_what_an_engine_takes() -> None:
     ("arguments", "words"),
     [
         ({"volatile": "bias"}, "got str for volatile, expected a list of texts: write volatile=[...]"),
+        ({"volatile": [re.compile("a")]}, "got Pattern among volatile, expected a list of texts"),
         ({"volatile": 3}, "got int for volatile, expected a list of texts"),
         ({"volatile": [torch.zeros(1)]}, "got Tensor among volatile"),
         ({"layer_of": 3}, "got int for layer_of, expected a function"),
@@ -172,4 +177,5 @@ def test_the_other_arguments_of_a_megatron_exporter(
 
 def test_what_a_megatron_exporter_takes() -> None:
     for chunks in ([CHUNK], (CHUNK,), torch.nn.ModuleList([CHUNK]), (c for c in [Wrapped(Wrapped(CHUNK))])):
-        MegatronExporter(chunks, LLAMA, vocab_size=np.int64(7))  # type: ignore[arg-type]
+        exporter = MegatronExporter(chunks, LLAMA, vocab_size=np.int64(7))  # type: ignore[arg-type]
+        assert type(exporter._vocab_size) is int  # it gets into the schema

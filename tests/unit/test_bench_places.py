@@ -40,6 +40,8 @@ def test_what_cannot_be_written_says_what_was_given_and_what_to_do(tmp_path: Pat
         (str(tmp_path / "file/x"), f"{tmp_path / 'file'} is no folder"),
         (str(tmp_path / "file/x.jsonl"), f"{tmp_path / 'file'} is no folder"),
         (str(tmp_path / "folder.jsonl"), "is a folder"),
+        ("~/x", "~ is no folder, and no shell put one in its place: write $HOME"),
+        (str(tmp_path / ("x" * 300 + ".jsonl")), "File name too long"),
         (str(tmp_path / "link"), f"{tmp_path / 'link'} is no folder"),
     ):
         assert out_fault("out=", out) == f"out={out}: {why}{wanted}"
