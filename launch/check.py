@@ -8,6 +8,7 @@ with what to do on stderr.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,13 +17,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.checks import check
 from launch.compose import compose, unusable
 
+_MARK = ".megasync-demo"
+"""File by which an output folder is known for one of a demo."""
+
 _FOLDERS = ("samples", "sink")
 _FILES = ("trainer.jsonl", "rollout.jsonl", "trainer.log", "rollout.log", "report.json", "picture.svg", "picture.png")
 
 
 def clear(out: Path) -> None:
-    """Make the output folder and remove what an earlier run left in it, and nothing else."""
+    """Make the output folder and remove what an earlier run left in it, and nothing else.
+
+    Raises:
+        ValueError: Something of these names is there, and no demo has been.
+    """
+    there = [name for name in (*_FOLDERS, *_FILES) if os.path.lexists(out / name)]
+    if there and not (out / _MARK).exists():
+        raise ValueError(
+            f"out={out} holds {', '.join(there)}, which no demo put there (there is no {_MARK}) and this one would remove: give "
+            "another folder, or move them away"
+        )
     out.mkdir(parents=True, exist_ok=True)
+    (out / _MARK).touch()
     for name in _FOLDERS:
         shutil.rmtree(out / name, ignore_errors=True)
     for name in _FILES:
@@ -42,6 +57,9 @@ def main(overrides: list[str]) -> int:
         return 2
     try:
         clear(Path(s.out))
+    except ValueError as e:
+        print(e, file=sys.stderr)
+        return 2
     except OSError as e:
         print(unusable(s.out, e), file=sys.stderr)
         return 2

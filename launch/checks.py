@@ -40,6 +40,8 @@ def check(s: Settings, world_size: int | None = None) -> Settings:
     if not faults:
         faults = [*_model_faults(s.model, p), *_parallel_faults(s, world_size or p.ranks)]
     faults += _publish_faults(s)
+    if not s.out.strip():
+        faults.append("out is empty, expected a folder: is a variable of the shell not set?")
     if faults:
         one = len(faults) == 1
         listed = f" {faults[0]}" if one else "\n" + "\n".join(f"  - {fault}" for fault in faults)

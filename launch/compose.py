@@ -112,10 +112,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
 
 def _nearest(key: str) -> str:
     known = sorted(_known())
-    near = (
-        difflib.get_close_matches(key, known, 3, 0.5) or [k for k in known if k.startswith(key.split(".")[0])] or known
-    )
-    return f"{key!r} is not a setting; did you mean {', '.join(near)}?"
+    near = difflib.get_close_matches(key, known, 3, 0.5) or [k for k in known if k.startswith(key.split(".")[0])]
+    meant = f"did you mean {', '.join(near)}?" if near else "all are in launch/settings.py"
+    return f"{key!r} is not a setting; {meant}"
 
 
 @cache

@@ -354,7 +354,8 @@ def named_by(data: bytes | memoryview, digest: bytes, what: str) -> int:
     found = algorithm_of(data, digest)
     if not found:
         raise RefetchError(
-            f"{what}: digest {content_digest(data).hex()} (xxh3-128), expected {digest.hex()}; fetch it again"
+            f"{what}: digest {content_digest(data).hex()} (xxh3-128), expected {digest.hex()}; fetch it again, and put the right one back from "
+            "a copy of the sink where it stays so"
         )
     return found
 
@@ -474,7 +475,9 @@ def decode_head(data: bytes, run: str) -> Head:
         h = decode_map(data, _Head, what, MAX_HEAD_NBYTES, _HEAD_STAMP)
         _HEAD_STAMP.check(h.kind, h.format, what)
     except FormatError as e:
-        raise FormatError(f"{e}; the version held is kept") from e
+        raise FormatError(
+            f"{e}; the version held is kept. A head that stays so is damaged: put it back from a copy of the sink"
+        ) from e
     if h.run != run:
         raise FormatError(f"head of run {run!r} is of run {h.run!r:.120}; the version held is kept")
     if (h.version >= 0) != bool(h.digest):

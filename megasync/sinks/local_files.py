@@ -47,6 +47,8 @@ def os_errors(what: str) -> Iterator[None]:
             raise ValueError(
                 f"{what}: refused by the file system ({error.strerror}); check its owner and mount"
             ) from error
+        if error.errno == errno.ENAMETOOLONG:
+            raise ValueError(f"{what}: a name is too long for this file system; nothing was stored") from error
         if error.errno in _FULL:
             raise RetryError(
                 f"{what}: no space left ({error.strerror}), nothing was stored; make room, then retry"

@@ -83,7 +83,7 @@ def _run(argv: list[str]) -> int:
 def _require_given(a: argparse.Namespace) -> None:
     """Refuse empty names: a path made of one is the working directory, an empty run would be all of them."""
     for name, fault in _GIVEN.items():
-        if getattr(a, name, None) == "":
+        if isinstance(given := getattr(a, name, None), str) and not given.strip():
             raise ValueError(f"{fault}: is a variable of the shell not set? Nothing was touched")
 
 
@@ -261,7 +261,7 @@ def _parser(as_json: bool = False) -> argparse.ArgumentParser:
     )
     p.add_argument("--out", required=True, help="new directory")
     for name, work, help in (
-        ("inspect", _inspect, "show the versions of a run"),
+        ("inspect", _inspect, "show the versions of a run, from its documents alone (verify reads the payloads)"),
         ("verify", _verify, "read everything and compare all digests; the exit status says whether all is whole"),
     ):
         p = command(name, work, help)

@@ -27,6 +27,7 @@ from megasync.frames import FrameRecord, make_table
 from megasync.manifest import Head, Manifest, check_run, decode_manifest, manifest_key, payload_key
 from megasync.schema import Schema, make_schema, require_same
 from megasync.sinks.base import Sink
+from megasync.sinks.local import LocalSink
 from megasync.types import Lanes
 from megasync.versions.anchor import publish_checkpoint
 from megasync.versions.changes import TileChange, compact, cut_frames, mask_frame
@@ -109,10 +110,13 @@ def diff(base_dir: Path, new_dir: Path, sink: Sink, *, run: str = "run", codec: 
         SchemaMismatchError: The two are not one model, or not the run's.
         BaseMismatchError: The run's head is not the base.
         RetryError: The run's head was lost, its versions are there; or the sink does not answer.
-        ValueError: The run is signed.
+        ValueError: The run is signed, or the sink is the folder of one of the checkpoints.
         SinkConflictError: Another publisher has the run; what this one wrote of the new version was removed.
     """
     check_codec(codec)
+    for place in (base_dir, new_dir):
+        if isinstance(sink, LocalSink) and Path(sink.directory).resolve() == place.resolve():
+            raise ValueError(f"the sink is the folder of checkpoint {place}: give another folder. Nothing was written")
     with Checkpoint(base_dir) as base, Checkpoint(new_dir) as new:
         schema = schema_of(run, base)
         _require_same_model(schema, base, new)

@@ -177,12 +177,12 @@ def _follow(reader: PublicationReader, m: Manifest, states: np.ndarray | None) -
 
 def _read_payloads(reader: PublicationReader, m: Manifest, states: np.ndarray | None, report: VerifyReport) -> None:
     schema, before = reader.schema(m.schema_digest), len(report.faults)
-    absent = _check_sizes(reader, m, report)
+    sizes = _check_sizes(reader, m, report)
     sums: dict[int, Lanes] = {}
     for i in range(len(m.frames)):
         record = m.frames.record(i)
-        if record.payload in absent:
-            continue
+        if record.offset + record.nbytes > sizes.get(record.payload, 0):
+            continue  # cut or gone, which is told already
         try:
             stored = reader.frame_bytes(m, record)
             entries = decode_frame(schema, m, record, stored)
@@ -201,12 +201,12 @@ def _read_payloads(reader: PublicationReader, m: Manifest, states: np.ndarray | 
                 report.faults.append(f"version {m.version}: {tensor.name} has other bytes than its digest")
 
 
-def _check_sizes(reader: PublicationReader, m: Manifest, report: VerifyReport) -> set[int]:
-    """Compare the sizes of a manifest's payloads; returns those that cannot be read at all, each told once.
+def _check_sizes(reader: PublicationReader, m: Manifest, report: VerifyReport) -> dict[int, int]:
+    """Compare the sizes of a manifest's payloads; returns them, but for those that cannot be read at all. Each is told once.
 
     Frames name all that a reader needs, so that it never sees what follows the last one: only the size tells.
     """
-    absent = set[int]()
+    sizes: dict[int, int] = {}
     for i, expected in enumerate(m.payload_nbytes):
         key = m.payload_key(i)
         try:
@@ -214,15 +214,15 @@ def _check_sizes(reader: PublicationReader, m: Manifest, report: VerifyReport) -
         except (KeyError, MegasyncError) as e:
             fault = reader.missing(m, key, "payload") if isinstance(e, KeyError) else e
             report.faults.append(f"version {m.version}: {fault}")
-            absent.add(i)
             continue
+        sizes[i] = found
         if found != expected:
             report.faults.append(
                 f"version {m.version}: payload {key} has {found} bytes, its manifest says {expected}: "
                 + ("it was cut" if found < expected else "bytes were put after its end")
                 + ". Put the right object back from a copy of the sink"
             )
-    return absent
+    return sizes
 
 
 def _add_sums(schema: Schema, entries: Entries, sums: dict[int, Lanes]) -> None:

@@ -103,7 +103,7 @@ def _chain(reader: PublicationReader, run: str, version: int | None) -> tuple[li
     newest = reader.newest()
     if newest is None:
         if lost := lost_head(reader.sink, run):
-            raise RetryError(f"{lost} (--run). Nothing was written")
+            raise RetryError(f"{lost}. Nothing was written")
         raise NeedsAnchorError(f"run {run!r} has no publication in {reader.sink.describe()}; check --run and --sink")
     if version is not None and not 0 <= version <= newest.version:
         raise ValueError(f"version {version} of run {run!r} does not exist: its head is at {newest.version}")

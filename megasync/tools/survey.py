@@ -47,11 +47,11 @@ class Survey:
         return sorted((m for chain in self.chains for m in chain), key=lambda m: (m.version, m.epoch))
 
     def link_of(self, manifest: Manifest) -> str:
-        """How a manifest hangs together with the others: ``whole``, ``no start`` (no anchor or checkpoint leads to it),
-        ``no head`` (the head does not lead to it), or the last two.
+        """How a manifest hangs together with the others: ``whole``, ``unchained`` (no anchor or checkpoint leads to it),
+        ``unreached`` (the head does not lead to it), or the last two.
         """
-        lacks = ["no start"] if manifest.digest not in self.started else []
-        lacks += ["no head"] if manifest.digest not in self.reached else []
+        lacks = ["unchained"] if manifest.digest not in self.started else []
+        lacks += ["unreached"] if manifest.digest not in self.reached else []
         return ", ".join(lacks) or "whole"
 
     def _tell(self, key: str, error: MegasyncError) -> None:

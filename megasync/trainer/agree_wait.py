@@ -25,7 +25,7 @@ SLOW_S = 1.0
 
 PATIENCE = 5
 """Timeouts that a rank waits for one that may be inside the sink: a head write is up to four operations there, and one with
-an object store may take two timeouts. A rank that died is noticed at once."""
+an object store may take two timeouts. A rank that died is mostly noticed at once, by its connections."""
 
 MAX_TEXT = 64 * 1024
 """Characters of all error texts of a message together."""

@@ -32,6 +32,7 @@ from megasync.trainer.publishing import (
     given_up,
     say_waiting,
     status_of,
+    watched,
 )
 from megasync.versions.anchor import anchor_header
 from megasync.versions.encode import Contribution, EncodedDelta, describe, read_contribution
@@ -127,11 +128,9 @@ def _write_payloads(
         for i in waiting:
             bytes_of = receive(p.carrier, placement, i, sizes, delta.parts)
             try:
-                p.sink.create(
-                    payload_key(p.schema.run, version, epoch, i),
-                    _chain(headers[i], bytes_of),
-                    timeout_s=p.config.timeout_s,
-                )
+                key = payload_key(p.schema.run, version, epoch, i)
+                with watched(p, version, "payload"):
+                    p.sink.create(key, _chain(headers[i], bytes_of), timeout_s=p.config.timeout_s)
                 done.add(i)
             except Exception as e:
                 for _ in bytes_of:  # the senders wait until every byte is taken

@@ -30,6 +30,7 @@ from megasync.trainer.publishing import (
     given_up,
     say_waiting,
     status_of,
+    watched,
 )
 from megasync.versions.encode import Contribution, merge_tables
 from megasync.versions.head import move_head, settle_fate, write_manifest, write_schema, write_state_table
@@ -53,7 +54,8 @@ def write_head(
         steps.prepare(lambda: _manifest(p, parts, placement, headers, version, steps.lineage, info, anchor))
     pause = FIRST_PAUSE_S
     while True:
-        status = steps.attempt() if steps is not None else Status("again")
+        with watched(p, version, "manifest and head"):
+            status = steps.attempt() if steps is not None else Status("again")
         if steps is not None and status.state == "again" and monotonic() > deadline:
             # A head write in doubt may still land: that version is neither given up nor withdrawn.
             status = (

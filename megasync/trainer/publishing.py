@@ -8,8 +8,11 @@ receiver or an adapter.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
+from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -20,6 +23,7 @@ from megasync.errors import RetryError, SinkConflictError
 from megasync.schema import Schema
 from megasync.sinks.base import Sink
 from megasync.trainer.agree import all_gather_bytes, rank_of
+from megasync.trainer.agree_wait import PATIENCE
 from megasync.trainer.carrier import Carrier
 
 if TYPE_CHECKING:
@@ -113,6 +117,26 @@ def status_of(e: BaseException) -> Status:
     if isinstance(e, SinkConflictError):
         return Status("fenced", text)
     return Status("failed", text)
+
+
+@contextmanager
+def watched(p: Publishing, version: int, what: str) -> Iterator[None]:
+    """Say so on this rank where it is in the sink for longer than it should be: the others know only that it does not answer."""
+    begin = monotonic()
+    try:
+        yield
+    finally:
+        if (took_s := monotonic() - begin) > p.config.timeout_s:
+            _log.warning(
+                "version %d: rank %d took %.1f s for its %s in %s, timeout_s is %g: the other ranks give up one that takes %g s",
+                version,
+                rank_of(p.group),
+                took_s,
+                what,
+                p.sink.describe(),
+                p.config.timeout_s,
+                PATIENCE * p.config.timeout_s,
+            )
 
 
 def say_waiting(p: Publishing, version: int, error: str) -> None:

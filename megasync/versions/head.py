@@ -104,7 +104,7 @@ def claim_seen(
     if len(publisher) < MIN_PUBLISHER_NBYTES:
         raise ValueError(f"publisher token of {len(publisher)} bytes: at least {MIN_PUBLISHER_NBYTES}, and random")
     if seen.raw is None and (lost := lost_head(sink, seen.head.run, timeout_s=timeout_s)):
-        raise RetryError(f"{lost}. Nothing was written")
+        raise RetryError(f"{lost}, or go on under another run name. Nothing was written")
     new = replace(seen.head, fence=seen.head.fence + 1, publisher=publisher)
     sink.swap_head(new.run, seen.raw, new.encode(), timeout_s=timeout_s)
     return new

@@ -95,12 +95,11 @@ def without_head(sink: Sink, run: str, there: Objects) -> str:
     if there.manifests:
         return (
             f"the head of run {run!r} is missing from {where}, though {there} are there: it was deleted or never copied along, "
-            "and without it nobody finds these versions. Put the head back from a copy of the sink, or go on under another "
-            "run name"
+            "and without it nobody finds these versions. Put the head back from a copy of the sink"
         )
     if not there:
         return f"run {run!r} has no publication in {where}: nothing lies there under its name. Look at the name and the place"
     return (
         f"run {run!r} has neither a head nor a manifest in {where}, only {there}, which nothing names: left of a run that was "
-        "deleted in part. Put head and manifests back from a copy of the sink, or delete the rest, or take another run name"
+        "deleted in part. Put head and manifests back from a copy of the sink, or delete the rest"
     )

@@ -24,6 +24,7 @@ from megasync.errors import (
     NeedsAnchorError,
     RefetchError,
     RetryError,
+    SchemaMismatchError,
 )
 from megasync.frames import FrameRecord
 from megasync.manifest import (
@@ -89,7 +90,10 @@ class PublicationReader:
                 f"schema {digest.hex()} of run {self.run!r}, which a manifest names, is not in {self.sink.describe()} (key "
                 f"{key}): nothing was touched. Put it back, then retry"
             ) from e
-        schema = decode_schema(data, digest=digest)
+        try:
+            schema = decode_schema(data, digest=digest)
+        except (FormatError, RefetchError, SchemaMismatchError) as e:
+            raise type(e)(f"schema of run {self.run!r} ({key}): {e}") from e
         with self._lock:
             self._schemas[digest] = schema
         return schema
@@ -110,9 +114,10 @@ class PublicationReader:
             known = self._manifests.get(digest) if digest is not None else None
         if known is not None and (known.version, known.epoch) == (version, epoch):
             return known
+        key = manifest_key(self.run, version, epoch)
         what = f"manifest of version {version} epoch {epoch}"
-        data = self._read_manifest(manifest_key(self.run, version, epoch), what)
-        found = named_by(data, digest, what) if digest is not None else None
+        data = self._read_manifest(key, what)
+        found = named_by(data, digest, f"{what} ({key})") if digest is not None else None
         peek = peek_manifest(data, self.key)
         if found is not None:
             require_algorithm(found, peek.digest_algorithm, what)
@@ -209,7 +214,8 @@ class PublicationReader:
                 if others
                 else ""
             )
-            + ": load an anchor"
+            + f": put it back from a copy of the sink, to a key that begins with {prefix}/, or load an anchor where the run has a "
+            "later one; a publisher can go on under another run name"
         )
 
     def chain(self, newest: Manifest, base_version: int = -1) -> list[Manifest]:
@@ -237,7 +243,9 @@ class PublicationReader:
         except KeyError as e:
             raise self.missing(manifest, key, "table of state digests") from e
         if content_digest(data, XXH3_128) != manifest.state_table:
-            raise RefetchError(f"table of state digests of version {manifest.version} has other bytes; fetch it again")
+            raise RefetchError(
+                f"table of state digests of version {manifest.version} has other bytes ({key}); fetch it again, and put the right one back where it stays so"
+            )
         table = np.frombuffer(data, np.uint8)
         if table.size != 16 * len(self.schema(manifest.schema_digest).tensors):
             raise FormatError(f"table of state digests of version {manifest.version} has {table.size} bytes")

@@ -175,9 +175,24 @@ def test_check_makes_the_folder_ready_and_removes_only_what_a_run_wrote(
     (out / "sink" / "demo").mkdir(parents=True)
     (out / "report.json").write_text("{}")
     (out / "notes.txt").write_text("mine")
+    assert main([f"out={out}", "parallel=tp2"]) == 2
+    assert "holds sink, report.json, which no demo put there" in capsys.readouterr().err
+    assert (out / "sink" / "demo").is_dir()
+    (out / ".megasync-demo").touch()
     assert main([f"out={out}", "parallel=tp2"]) == 0
     assert capsys.readouterr().out == f"2 {out}\n"
-    assert [p.name for p in out.iterdir()] == ["notes.txt"]
+    assert sorted(p.name for p in out.iterdir()) == [".megasync-demo", "notes.txt"]
+
+
+@pytest.mark.parametrize("out", ["", '" "'])
+def test_check_takes_no_empty_folder_for_the_one_where_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sink").mkdir()
+    assert main([f"out={out}"]) == 2
+    assert "out is empty, expected a folder: is a variable of the shell not set?" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["sink"]
 
 
 def test_check_says_what_is_wrong_and_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
