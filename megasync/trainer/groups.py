@@ -42,7 +42,7 @@ class Groups:
         """Give the groups back, with the threads and sockets that each of them has. Local; idempotent.
 
         Args:
-            worker_ended: No thread is inside ``rounds`` and ``carrier`` any more; else they stay until the process ends,
+            worker_ended: No thread is inside ``rounds`` and ``carrier`` any more; else they stay until this is called again,
                 since a group must not go while a thread waits in it.
         """
         idle = [self.control]
