@@ -194,14 +194,15 @@ class NcclCarrier:
         except RuntimeError as e:
             raise RankFailedError(what, {global_ranks(self.group)[peer]: text_of(e)}) from e
         if not ended:
-            self.end()
+            end(self.group)
             why = f"NCCL did not end a message within {self._timeout_s:g} s; gather=gloo needs no GPU"
             raise RankFailedError(what, {global_ranks(self.group)[peer]: why})
 
-    def end(self) -> None:
-        """End whatever still waits on this GPU, so that what waits for that goes on; nothing can be sent any more. Local."""
-        with suppress(RuntimeError):
-            self.group.abort()
+
+def end(group: ProcessGroup) -> None:
+    """End what a NCCL group still waits for on this GPU, so that what waits for that goes on. Local; nothing can be sent after it."""
+    with suppress(ValueError, RuntimeError):
+        group.abort()
 
 
 def send_to(group: ProcessGroup, tensor: torch.Tensor, peer: int, what: str, timeout_s: float) -> None:

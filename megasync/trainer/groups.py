@@ -14,7 +14,7 @@ from megasync.config import GatherKind, PublishConfig
 from megasync.errors import RankFailedError
 from megasync.trainer.agree import agree
 from megasync.trainer.agree_wait import PATIENCE, store_gone
-from megasync.trainer.carrier import Carrier, GlooCarrier, NcclCarrier
+from megasync.trainer.carrier import Carrier, GlooCarrier, NcclCarrier, end
 from megasync.trainer.gather import writers_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Groups:
         if worker_ended:
             idle.append(self.rounds)
             if isinstance(self.carrier, NcclCarrier):
-                _end(self.carrier.group)
+                _take_down(self.carrier.group)
         for group in {id(g): g for g in idle if g is not None}.values():
             with suppress(ValueError, RuntimeError):  # gone already: the trainer destroyed all groups before
                 dist.destroy_process_group(group)
@@ -127,15 +127,14 @@ def _nccl_carrier(
         agree(control, error, "connecting the ranks of gather=nccl", PATIENCE * config.timeout_s)
     except BaseException:
         if group is not None:
-            _end(group)
+            _take_down(group)
         raise
     return carrier
 
 
-def _end(group: ProcessGroup) -> None:
+def _take_down(group: ProcessGroup) -> None:
     """Take a NCCL group down without the others: destroying it alone could wait for them."""
-    with suppress(ValueError, RuntimeError):
-        group.abort()
+    end(group)
     with suppress(ValueError, RuntimeError):
         dist.destroy_process_group(group)
 
