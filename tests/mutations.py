@@ -34,6 +34,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 COPIED = ("megasync", "launch", "configs", "tests", "pyproject.toml", "README.md")
+_PROGRESS = re.compile(r"[.sxX]*[FE]")  # pytest's marks, of which one is a failure
 _FAILED, _PASSED = 1, 0  # exit statuses of pytest; others mean that it could not run the test
 _WARM = ("torch", "torch.distributed", "numpy", "msgspec", "xxhash", "zstandard", "cramjam")
 
@@ -207,6 +208,8 @@ def judge(mutation: Mutation, folder: Path, timeout_s: float) -> tuple[str, str]
             except SyntaxError as error:
                 return "BROKEN", f"{e.file} is no Python with it: {error}"
         status, said = run_tests(folder, [mutation.test], timeout_s)
+        if status is None and _PROGRESS.match(said):
+            status = _FAILED  # it failed, and what it left did not end
     if status == _FAILED:
         lines = [line for line in said.splitlines() if re.match(r"E  +\S", line)]
         return "killed", lines[-1][1:].strip()[:160] if lines else ""
