@@ -57,7 +57,8 @@ def emptied_fault(name: str, folder: str, mark: str) -> str:
     Args:
         name: As the command line has it.
         folder: What was given.
-        mark: What an earlier run has left in it (a local sink has ``.heads``): a folder with other things and without this one is somebody else's.
+        mark: What an earlier run has left in it (a local sink has ``.heads``): a folder with other things and without this one
+            is somebody else's.
     """
     if fault := folder_fault(name, folder):
         return fault

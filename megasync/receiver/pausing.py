@@ -98,8 +98,8 @@ def wake(
 
 
 def taint(binding: Binding, status: StatusFile, reason: str) -> None:
-    """Record, durably and before anything else, that the weights are in an unknown state; then quarantine the
-    engine."""  # The file says `updating` where it cannot be written: never served either.
+    """Record, durably and before anything else, that the weights are in an unknown state; then quarantine the engine."""
+    # The file says `updating` where it cannot be written: never served either.
     status.set(durable=False, state="tainted", reason=reason)
     binding.engine.quarantine(reason)
 

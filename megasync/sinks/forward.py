@@ -23,7 +23,7 @@ class ForwardingSink(Sink):
     def __init__(self, inner: Sink) -> None:
         """Wrap a sink, which this one closes."""
         self.inner = inner
-        self.keeps_parts = getattr(inner, "keeps_parts", False)
+        self.keeps_parts = inner.keeps_parts
 
     def _run(self, operation: str, key: str, timeout_s: float, effect: Callable[[], T]) -> T:
         """Do a call; ``effect`` does it at the inner sink."""

@@ -31,7 +31,7 @@ MESSAGE_NBYTES = 16 << 20
 
 _NUM_BUFFERS = 3
 _POLL_S = 2e-4
-"""Seconds between looks at a message on the GPU: a full one takes some 60 us by NVLink, 0.4 ms by network."""
+"""Seconds between looks at a message on the GPU: a full one takes 45 us at the 370 GB/s of NVLink."""
 
 
 class MessageBuffers:

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LOOK_S = 0.02
-_GRACE = (
-    PATIENCE + 2
-)  # timeouts that a worker may take beyond ``give_up_s``: encoding, and the attempt that was running then
+_GRACE = PATIENCE + 2
+"""Timeouts that a worker may take beyond ``give_up_s``: encoding, and the attempt that was running then."""
 
 
 @dataclass
