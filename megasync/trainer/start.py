@@ -178,12 +178,7 @@ def start(
 def _kept_ratio(sink: Sink, config: PublishConfig, group: ProcessGroup | None) -> float:
     """Share of the bytes gathered from all ranks that lies here while the sink writes it; an owner's own lie here anyway."""
     writers = writers_of(num_ranks(group), config.num_writers)
-    if (
-        not getattr(sink, "keeps_parts", False)
-        or config.gather is GatherKind.DIRECT
-        or group is None
-        or rank_of(group) not in writers
-    ):
+    if not sink.keeps_parts or config.gather is GatherKind.DIRECT or group is None or rank_of(group) not in writers:
         return 0.0
     return 1 / len(writers)
 
